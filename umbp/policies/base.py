@@ -1,0 +1,106 @@
+"""What an eviction or admission policy is, and how one is found by name.
+
+Theory of operation. The pool names every stored object by a dense entry id (int32, below `capacity`); ids are reused after removal.
+A policy keeps what it likes in arrays of that size or in queues of ids, and is told in batches: one call for a whole request or put.
+It never sees bytes, keys or clocks; `now` is in seconds and only grows. `victims` is a peek: asking twice gives the same answer. The
+pool evicts (all, some or none of) what was offered and then says so by `on_removed`, which is where hands move and ghosts are made.
+
+Chain order: the ids of one call are consecutive pages of one sequence, root first. A parent is the page before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Protocol, TypeVar
+
+from umbp.errors import NotFound
+from umbp.types import I32, U64, Mask
+
+EVICTION = "eviction"
+ADMISSION = "admission"
+KINDS = (EVICTION, ADMISSION)
+
+Eligible = Callable[[I32], Mask]
+"""Given entry ids, shape (n,): which may be evicted now (not leased, not pinned, in the namespace at stake, not just acknowledged)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inserted:
+    """Objects that became visible, in chain order.
+
+    ``ids`` (n,) int32; ``parents`` (n,) int32, the entry id of the page before, -1 where unknown or not stored;
+    ``fingerprints`` (n,) uint64, a hash of (namespace, key) that survives eviction.
+    """
+
+    now: float
+    ids: I32
+    parents: I32
+    fingerprints: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request's whole key list, in chain order. ``ids`` has -1 where a key is not stored; ``fingerprints`` has them all."""
+
+    now: float
+    ids: I32
+    fingerprints: U64
+
+
+class EvictionPolicy(Protocol):
+    """Chooses what goes when room is needed. Built as ``Policy(capacity)`` with the number of entry ids."""
+
+    def on_inserted(self, event: Inserted) -> None:
+        """Objects were committed."""
+
+    def on_request(self, event: Request) -> None:
+        """A client asked for these keys: the access history."""
+
+    def victims(self, eligible: Eligible, count: int) -> I32:
+        """Up to ``count`` distinct eligible ids, the one to go first in front. Fewer only if no more are eligible. A peek."""
+
+    def on_removed(self, ids: I32, *, evicted: bool) -> None:
+        """These ids are gone: by eviction (``evicted``), or by remove, flush or a bad checksum. Their ids may come back for others."""
+
+
+class AdmissionPolicy(Protocol):
+    """Chooses which new pages are worth storing. Built as ``Policy(capacity)``."""
+
+    def on_request(self, event: Request) -> None:
+        """A client asked for these keys."""
+
+    def admit(self, now: float, fingerprints: U64, *, fill: float) -> Mask:
+        """Which of these new pages to store; ``fill`` is the used share of the pool, 0 to 1. A peek."""
+
+
+_T = TypeVar("_T")
+_registry: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+
+
+def register(kind: str, name: str) -> Callable[[type[_T]], type[_T]]:
+    """Class decorator: makes a policy known under ``name``. Another package does it by entry point, group ``umbp.policies.KIND``."""
+    if kind not in _registry:
+        raise NotFound(f"no policy kind {kind!r}, only {', '.join(KINDS)}", field="kind")
+
+    def enter(cls: type[_T]) -> type[_T]:
+        _registry[kind][name] = cls
+        return cls
+
+    return enter
+
+
+def names(kind: str) -> list[str]:
+    """Names that can be chosen, ours and those of installed packages, sorted."""
+    return sorted(_registry[kind].keys() | {point.name for point in entry_points(group=f"umbp.policies.{kind}")})
+
+
+def find(kind: str, name: str) -> Any:
+    """The class registered under this name. NotFound names those that exist."""
+    if name in _registry[kind]:
+        return _registry[kind][name]
+    for point in entry_points(group=f"umbp.policies.{kind}"):
+        if point.name == name:
+            return point.load()
+    raise NotFound(f"no {kind} policy {name!r}; there are: {', '.join(names(kind))}", field=kind, example=names(kind)[0])
