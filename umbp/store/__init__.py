@@ -1,0 +1,1 @@
+"""Tiers: the DRAM segment in shared memory with its index (`segment`, `index`), and what a tier is (`base`)."""

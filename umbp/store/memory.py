@@ -1,0 +1,118 @@
+"""Memory of the operating system: mapping, faulting in (in parallel, with progress), NUMA placement, huge pages.
+
+The only place that calls madvise, mbind and mmap. `mmap.madvise` holds the interpreter lock while the kernel clears pages, so the calls go
+through ctypes, which lets it go; that is what makes faulting in parallel. Faulting in with MADV_POPULATE_WRITE returns an error where a
+plain touch would end the process with SIGBUS (no room left in the file system).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from umbp.errors import OutOfMemory
+from umbp.types import U8
+
+MADV_HUGEPAGE, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 14, 22, 23
+MPOL_BIND, MPOL_INTERLEAVE = 2, 3
+SYS_MBIND = {"x86_64": 237, "aarch64": 235}
+SLICE_BYTES = 64 << 20  # one progress step; about 30 ms of page clearing
+HUGE_BYTES = 2 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.syscall.restype = ctypes.c_long
+
+
+class Mapping:
+    """A shared mapping of a part of a file. ``array`` is the bytes; views of it keep the mapping alive."""
+
+    def __init__(self, fd: int, length: int, offset: int = 0, *, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._map = mmap.mmap(fd, length, flags=mmap.MAP_SHARED, prot=protection, offset=offset)
+        self.array: U8 = np.frombuffer(self._map, np.uint8)
+        self.address = self.array.ctypes.data
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def advise(self, start: int, length: int, advice: int) -> int:
+        """madvise on a part; 0 or the errno."""
+        if _libc.madvise(self.address + start, length, advice) == 0:
+            return 0
+        return ctypes.get_errno()
+
+    def close(self) -> None:
+        """Unmap now if no view is left; else when the last view goes."""
+        self.array = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def populate(mapping: Mapping, *, write: bool, threads: int, progress: Callable[[int], None] | None = None) -> None:
+    """Fault in the whole mapping. OutOfMemory if the file system has no room; kernels before 5.14 touch page by page."""
+    advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
+    starts = range(0, len(mapping), SLICE_BYTES)
+
+    def one(start: int) -> int:
+        length = min(SLICE_BYTES, len(mapping) - start)
+        error = mapping.advise(start, length, advice)
+        while error in (errno.EAGAIN, errno.EINTR):
+            error = mapping.advise(start, length, advice)
+        if error == errno.EINVAL:  # no such advice: touch, which keeps what is there
+            pages = mapping.array[start : start + length : mmap.PAGESIZE]
+            if write:
+                pages |= 0
+            else:
+                int(pages.sum())
+        elif error:
+            raise OutOfMemory(
+                f"the system gave {start} of {len(mapping)} bytes, then {errno.errorcode.get(error, error)}: the file system of the "
+                "shared memory, or the memory limit of this container, is too small",
+                field="dram",
+                example="--dram 2GiB, or a larger /dev/shm (docker: --shm-size)",
+            )
+        return length
+
+    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="populate") as pool:
+        done = 0
+        for length in pool.map(one, starts):
+            done += length
+            if progress:
+                progress(done)
+
+
+def numa_nodes(root: str = "/sys/devices/system/node") -> list[int]:
+    """Memory nodes of this machine, ascending; [0] where the kernel says nothing."""
+    found = [int(path.name[4:]) for path in Path(root).glob("node[0-9]*")] if os.path.isdir(root) else []
+    return sorted(found) or [0]
+
+
+def bind(mapping: Mapping, nodes: list[int], *, interleave: bool) -> int:
+    """mbind the mapping to nodes, before it is faulted in; 0 or the errno."""
+    number = SYS_MBIND.get(os.uname().machine)
+    if number is None:
+        return errno.ENOSYS
+    words = (ctypes.c_ulong * 16)()
+    for node in nodes:
+        words[node // 64] |= 1 << (node % 64)
+    policy = MPOL_INTERLEAVE if interleave else MPOL_BIND
+    result = _libc.syscall(number, ctypes.c_void_p(mapping.address), ctypes.c_size_t(len(mapping)), policy, words, 16 * 64, 0)
+    return 0 if result == 0 else ctypes.get_errno()
+
+
+def shmem_huge_pages(path: str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled") -> str:
+    """The kernel's setting for huge pages in shared memory: always, within_size, advise, never, deny, or "unknown"."""
+    try:
+        text = Path(path).read_text()
+    except OSError:
+        return "unknown"
+    return text[text.index("[") + 1 : text.index("]")] if "[" in text else "unknown"

@@ -1,0 +1,265 @@
+"""The DRAM segment: one file in shared memory that holds a pool's pages, its index, and a header that describes both.
+
+Theory of operation
+-------------------
+    header | namespaces | sessions | buckets | entries | (padding to 2 MiB) | data
+
+Fixed words at the start (magic, format, boot id, counters), then a JSON text that names each section with offset and size, so that a
+reader needs no constant of the writer's version but the format number; a format it does not know is refused, never guessed at.
+
+Who writes: the pool process everything but data; the clients data, each only where the pool reserved memory for it. One live pool a name:
+it holds a lock (flock) on a file beside the segment for as long as it lives, so the kernel says when it is dead. File names are made of a
+digest of the pool's name.
+
+States: building -> serving -> (any end of the process) -> attached by the next boot -> serving. A segment that is not `serving` or
+`stopped` at attach was not finished and is made anew. Boot ids only grow.
+
+What fails: no room (said before anything is touched, with what was found and what to change; again when pages are faulted in), a foreign
+or damaged header (made anew, with a warning), a version that is newer (refused).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from umbp.errors import Conflict, OutOfMemory, SegmentError
+from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, IndexReader, IndexWriter, buckets_for
+from umbp.store.memory import HUGE_BYTES, Mapping
+from umbp.types import U64
+
+MAGIC = int.from_bytes(b"UMBPSEG1", "little")
+FORMAT = 1
+HEADER_BYTES = 4096
+TEXT_AT = 512
+NAMESPACE_WORDS = 256  # 2 KiB: 8 words of numbers, 4 of digest, the rest text
+SESSION_WORDS = 8
+
+# Header words.
+H_MAGIC, H_FORMAT, H_BOOT, H_MOVES, H_STATE, H_SEED, H_VERSIONS, H_NUMBERS, H_SESSIONS, H_TEXT_BYTES, H_TEXT_CRC = range(11)
+BUILDING, SERVING, STOPPED = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """What a segment is made for. Equal geometry is what a restart needs to attach."""
+
+    data_bytes: int
+    entries: int
+    namespaces: int
+    sessions: int
+
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Section name -> (offset, bytes)."""
+        sizes = {
+            "header": HEADER_BYTES,
+            "namespaces": self.namespaces * NAMESPACE_WORDS * 8,
+            "sessions": self.sessions * SESSION_WORDS * 8,
+            "buckets": buckets_for(self.entries) * BUCKET_SLOTS * 8,
+            "entries": self.entries * ENTRY_WORDS * 8,
+        }
+        found: dict[str, tuple[int, int]] = {}
+        at = 0
+        for name, size in sizes.items():
+            found[name] = (at, size)
+            at += -(-size // 4096) * 4096
+        found["data"] = (-(-at // HUGE_BYTES) * HUGE_BYTES, self.data_bytes)
+        return found
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, a multiple of 2 MiB (so that it may lie on hugetlbfs)."""
+        offset, size = self.sections()["data"]
+        return -(-(offset + size) // HUGE_BYTES) * HUGE_BYTES
+
+
+def file_stem(name: str) -> str:
+    """File name without suffix for a pool's name."""
+    return "umbp." + hashlib.sha256(name.encode()).hexdigest()[:16]
+
+
+class OwnerLock:
+    """The lock that says that a pool of this name lives."""
+
+    def __init__(self, directory: str, name: str) -> None:
+        self.path = os.path.join(directory, file_stem(name) + ".lock")
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._fd, 64, 0).decode("ascii", "replace").strip()
+            os.close(self._fd)
+            raise Conflict(f"a pool named {name!r} is alive (process {owner or 'unknown'})", field="name", example="--name second") from None
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def close(self, *, remove: bool = False) -> None:
+        """Let go; with ``remove`` the file goes too."""
+        if remove:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path)
+        os.close(self._fd)
+
+
+def leftovers(directory: str) -> list[Path]:
+    """Segments of pools that are dead: no process holds their lock."""
+    found = []
+    for path in sorted(Path(directory).glob("umbp.*.segment")):
+        lock = path.with_suffix(".lock")
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found.append(path)
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(fd)
+    return found
+
+
+def reclaim(path: Path) -> int:
+    """Remove a leftover; bytes given back. Its lock is held meanwhile, so that its owner cannot start in between."""
+    lock = path.with_suffix(".lock")
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size = path.stat().st_blocks * 512
+        path.unlink()
+        lock.unlink()
+    except (BlockingIOError, FileNotFoundError):
+        return 0
+    finally:
+        os.close(fd)
+    return size
+
+
+class Segment:
+    """A mapped segment. ``head`` is everything before data, ``data`` the pages."""
+
+    def __init__(self, path: str, fd: int, geometry: Geometry, head: Mapping, data: Mapping) -> None:
+        self.path = path
+        self.geometry = geometry
+        self.head = head
+        self.data = data
+        self._fd = fd
+        self.words: U64 = head.array[:TEXT_AT].view(np.uint64)
+        self.namespaces = self._section("namespaces").reshape(-1, NAMESPACE_WORDS)
+        self.sessions = self._section("sessions").reshape(-1, SESSION_WORDS)
+        self.buckets = self._section("buckets").reshape(-1, BUCKET_SLOTS)
+        self.entries = self._section("entries").reshape(-1, ENTRY_WORDS)
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.path} boot {self.boot}, {self.geometry.data_bytes} bytes of data>"
+
+    def _section(self, name: str) -> U64:
+        offset, size = self.geometry.sections()[name]
+        return self.head.array[offset : offset + size].view(np.uint64)
+
+    @property
+    def boot(self) -> int:
+        """The number that changes at each start of the pool."""
+        return int(self.words[H_BOOT])
+
+    @property
+    def state(self) -> int:
+        """BUILDING, SERVING or STOPPED."""
+        return int(self.words[H_STATE])
+
+    def reader(self) -> IndexReader:
+        """The index, to read."""
+        return IndexReader(self.buckets, self.entries, self.words[H_MOVES : H_MOVES + 1], int(self.words[H_SEED]))
+
+    def writer(self) -> IndexWriter:
+        """The index, to write: the pool process only."""
+        moves, counter = self.words[H_MOVES : H_MOVES + 1], self.words[H_VERSIONS : H_VERSIONS + 1]
+        return IndexWriter(self.buckets, self.entries, moves, int(self.words[H_SEED]), counter)
+
+    def close(self) -> None:
+        """Unmap (views handed out keep their part alive) and close the file."""
+        self.words = self.namespaces = self.sessions = self.buckets = self.entries = np.empty(0, np.uint64)
+        self.head.close()
+        self.data.close()
+        os.close(self._fd)
+
+
+def _map(path: str, fd: int, geometry: Geometry, *, owner: bool) -> Segment:
+    data_at, data_bytes = geometry.sections()["data"]
+    head = Mapping(fd, data_at, writable=owner)
+    data = Mapping(fd, data_bytes, data_at, writable=True)
+    return Segment(path, fd, geometry, head, data)
+
+
+def create(directory: str, name: str, geometry: Geometry, *, boot: int, seed: int) -> Segment:
+    """Make a new segment in state BUILDING, replacing any file of that name. Pages are not faulted in yet.
+
+    OutOfMemory if the directory's file system has less room than the file needs.
+    """
+    path = os.path.join(directory, file_stem(name) + ".segment")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    room = os.statvfs(directory)
+    free = room.f_bavail * room.f_frsize
+    if geometry.file_bytes > free:
+        raise OutOfMemory(
+            f"{geometry.data_bytes} bytes of pages need a file of {geometry.file_bytes} bytes in {directory}, which has {free} free "
+            f"of {room.f_blocks * room.f_frsize}: ask for less, or make it larger (docker: --shm-size; mount -o remount,size=)",
+            field="dram",
+            example=f"--dram {max(free * 8 // 10 >> 20, 1)}MiB",
+        )
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.ftruncate(fd, geometry.file_bytes)
+        segment = _map(path, fd, geometry, owner=True)
+    except BaseException:
+        os.close(fd)
+        os.unlink(path)
+        raise
+    # The text's own pages are touched here, so the file system must have a page: checked above.
+    text = json.dumps({"format": FORMAT, "name": name, "geometry": asdict(geometry), "sections": geometry.sections()}).encode()
+    words = segment.words
+    words[H_STATE], words[H_BOOT], words[H_SEED] = BUILDING, boot, seed
+    words[H_TEXT_BYTES], words[H_TEXT_CRC] = len(text), zlib.crc32(text)
+    segment.head.array[TEXT_AT : TEXT_AT + len(text)] = np.frombuffer(text, np.uint8)
+    words[H_FORMAT], words[H_MAGIC] = FORMAT, MAGIC
+    return segment
+
+
+def attach(path: str, *, owner: bool) -> Segment:
+    """Map an existing segment: its pool (``owner``) with the head writable, a client with the head read-only.
+
+    FileNotFoundError if there is none, SegmentError if it is not one or not of this format.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(fd).st_size
+        raw = os.pread(fd, HEADER_BYTES, 0)
+        if len(raw) < HEADER_BYTES:
+            raise SegmentError(f"{path}: {len(raw)} bytes is too short for a header")
+        words = np.frombuffer(raw[:TEXT_AT], np.uint64)
+        if int(words[H_MAGIC]) != MAGIC:
+            raise SegmentError(f"{path}: not a UMBP segment (magic {int(words[H_MAGIC]):#x})")
+        if int(words[H_FORMAT]) != FORMAT:
+            raise SegmentError(f"{path}: format {int(words[H_FORMAT])}, this version reads {FORMAT}")
+        text = raw[TEXT_AT : TEXT_AT + min(int(words[H_TEXT_BYTES]), HEADER_BYTES - TEXT_AT)]
+        if zlib.crc32(text) != int(words[H_TEXT_CRC]):
+            raise SegmentError(f"{path}: the header's text does not match its checksum")
+        described = json.loads(text)
+        geometry = Geometry(**described["geometry"])
+        sections = {key: tuple(value) for key, value in described["sections"].items()}
+        if geometry.sections() != sections or geometry.file_bytes != size:
+            raise SegmentError(f"{path}: {size} bytes and sections {sections} do not fit its geometry {geometry}")
+        return _map(path, fd, geometry, owner=owner)
+    except BaseException:
+        os.close(fd)
+        raise
