@@ -1,8 +1,8 @@
 """The one frozen configuration of a pool process, from defaults, a TOML file, ``UMBP_*`` variables and flags.
 
 The fields of `PoolConfig` are the table from which flags, variables, TOML keys and ``--help`` are made; `umbp.grammar` says how
-values are written. Later sources win: defaults, then the file, then the environment, then flags. What cannot be understood stops the
-start, with the name of the field and a good value.
+values are written. Later sources win: defaults, then the file, then the environment, then flags. What cannot be understood stops
+the start, with the name of the field and a good value.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ def _parsed(name: str, text: str, source: str) -> Any:
     try:
         return OPTIONS[name].parse(text, name)
     except ConfigError as error:
-        raise ConfigError(f"{error} [from {source}]", field=name) from None
+        raise ConfigError(f"{name}: {str(error).removeprefix(name + ': ')} [from {source}]", field=name) from None
 
 
 def _from_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
