@@ -312,7 +312,7 @@ def test_other_variables_are_a_warning_and_ours_are_not() -> None:
     assert [line.split()[2] for line in config.warnings] == ["UMBP_POOL_SERVICE_HOST", "UMBP_PORT"]
 
 
-# -- relations, and defaults that are made --------------------------------------------------------------------------------------------
+# -- relations, and defaults that are made -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
