@@ -1,0 +1,1 @@
+"""The core in a seeded world: workloads, faults, cost models, replay."""
