@@ -48,11 +48,12 @@ def page_keys(tokens: Any, page_tokens: int, parent: Any = None) -> U8:
     """
     count = _integer(page_tokens, "page_tokens", 1, PAGE_TOKENS_MAX, "64")
     words = _token_words(tokens)
-    pages, step = len(words) // count, count * words.strides[0]
+    pages = len(words) // count
     data, sha256 = words[: pages * count].tobytes(), hashlib.sha256
     digest = b"" if parent is None else _parent(parent)
     digests = []
-    for start in range(0, pages * step, step):
+    step = max(1, len(data) // max(1, pages))
+    for start in range(0, len(data), step):
         digest = sha256(digest + data[start : start + step]).digest()
         digests.append(digest)
     return np.frombuffer(bytearray().join(digests), np.uint8).reshape(pages, KEY_BYTES)
