@@ -117,7 +117,7 @@ def read_trace(path: str | Path, limits: Limits = NO_LIMITS) -> Iterator[TraceRe
 
 def parse_trace(lines: Iterable[bytes | str], limits: Limits = NO_LIMITS) -> Iterator[TraceRequest]:
     """The requests of a trace given as its lines; the first one says which format it is."""
-    rest = ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+    rest = ((number, line) for number, line in enumerate(lines, 1) if len(line) > LINE_BYTES_MAX or line.strip())
     head = next(rest, None)
     if head is None:
         raise InvalidRequest("the trace is empty", field="trace")
@@ -257,14 +257,12 @@ def _merged(sessions: Iterator[Session], limits: Limits) -> Iterator[TraceReques
 def _expanded(session: Session, gap_s_max: float | None) -> Iterator[TraceRequest]:
     previous: dict[str, I64] = {}
     none = np.empty(0, np.int64)
-    last_s = saved_s = 0.0
+    at_s = last_s = 0.0
     for turn in session.turns:
-        if gap_s_max is not None:
-            saved_s += max(0.0, turn.time_s - last_s - gap_s_max)
+        at_s = turn.time_s if gap_s_max is None else at_s + min(turn.time_s - last_s, gap_s_max)
         last_s = turn.time_s
         fresh = [np.arange(first, first + count, dtype=np.int64) for first, count in turn.ranges]
         ids = previous[turn.agent] = np.concatenate([previous.get(turn.agent, none)[: turn.keep], *fresh])
-        at_s = turn.time_s - saved_s
         yield TraceRequest(at_s, session.name, turn.agent, ids, turn.input_tokens, turn.output_tokens, session.block_tokens)
 
 
@@ -345,9 +343,7 @@ class _SessionMaker:
         self.agent(turns, "main", 0.0, (0, profile.shared_tokens), first, turns_n, sub_at)
         return sorted(turns, key=lambda turn: turn.time_s)
 
-    def agent(
-        self, turns: list[Turn], name: str, now_s: float, shared: tuple[int, int], first: float, turns_n: int, sub_at: int
-    ) -> float:
+    def agent(self, turns: list[Turn], name: str, now_s: float, shared: tuple[int, int], first: float, turns_n: int, sub_at: int) -> float:
         """Append the turns of one agent; the time when it is done."""
         profile, size = self.profile, self.profile.block_tokens
         tokens = min(max(round(first), shared[1] + size), profile.context_tokens_max)
@@ -372,7 +368,7 @@ class _SessionMaker:
             now_s += output / profile.output_tokens_per_s
             if turn == sub_at:
                 sub_turns = max(1, min(round(self.draw(profile.sub_agent_turns)), profile.turns_max))
-                prefix = (1 << (LOCAL_ID_BITS - 1), profile.sub_agent_shared_tokens)
+                prefix = (shared[0] + shared[1] // size, profile.sub_agent_shared_tokens)
                 now_s = self.agent(turns, f"{name}.1", now_s, prefix, self.draw(profile.sub_agent_tokens), sub_turns, -1)
             now_s += self.draw(profile.think_s)
         return now_s
@@ -409,7 +405,7 @@ def block_keys(request: TraceRequest, seed: int = 0) -> U8:
     ``seed`` stands for the namespace's tokens: workloads of different seeds share no key. 2,200 keys take 0.1 ms.
     """
     start = _mixed(np.array([seed & _WORDS_MASK], np.uint64))
-    lanes: U64 = _mixed(request.block_ids.view(np.uint64) ^ start)[:, None] + np.arange(4, dtype=np.uint64)
+    lanes: U64 = np.add.outer(_mixed(request.block_ids.view(np.uint64) ^ start), np.arange(4, dtype=np.uint64))
     return _mixed(lanes).astype("<u8", copy=False).view(np.uint8)
 
 
