@@ -1,0 +1,76 @@
+"""What the REST endpoints of a pool need to know of the process they run in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
+
+from umbp.config import PoolConfig
+from umbp.core.pool import Pool
+from umbp.metrics import Metrics
+
+State: TypeAlias = Literal["starting", "ready", "stopping"]
+
+
+class SessionFacts(Protocol):
+    """One client session; `umbp.pool.sessions.Owner` is one."""
+
+    @property
+    def session(self) -> int: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def client(self) -> str: ...
+    @property
+    def opened(self) -> float: ...
+    @property
+    def connected(self) -> bool: ...
+
+
+class Node(Protocol):
+    """The pool process. Times are those of ``now()``, in seconds."""
+
+    @property
+    def pool(self) -> Pool:
+        """`Unavailable` while ``state`` is ``starting`` and there is no pool yet."""
+        ...
+
+    @property
+    def config(self) -> PoolConfig: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def boot(self) -> int: ...
+    @property
+    def dram_bytes(self) -> int: ...
+    @property
+    def socket(self) -> str:
+        """Path of the Unix socket."""
+        ...
+
+    @property
+    def http(self) -> str:
+        """``host:port`` that is really listened on; empty where there is none."""
+        ...
+
+    @property
+    def started(self) -> float: ...
+    @property
+    def state(self) -> State: ...
+    @property
+    def warnings(self) -> Sequence[str]:
+        """What is not as it was asked for: fall-backs and oddities, one sentence each."""
+        ...
+
+    @property
+    def unhealthy(self) -> Sequence[str]:
+        """Why this process should be replaced; empty while it is well."""
+        ...
+
+    def now(self) -> float: ...
+    def sessions(self) -> Sequence[SessionFacts]: ...
+    def wake(self) -> None:
+        """Something was changed that `Pool.tick` may have work from."""
+        ...
