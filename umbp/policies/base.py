@@ -1,11 +1,16 @@
 """What an eviction or admission policy is, and how one is found by name.
 
-Theory of operation. The pool names every stored object by a dense entry id (int32, below `capacity`); ids are reused after removal.
-A policy keeps what it likes in arrays of that size or in queues of ids, and is told in batches: one call for a whole request or put.
-It never sees bytes, keys or clocks; `now` is in seconds and only grows. `victims` is a peek: asking twice gives the same answer. The
-pool evicts (all, some or none of) what was offered and then says so by `on_removed`, which is where hands move and ghosts are made.
+Theory of operation. The pool names every stored object by a dense entry id (int32, below `capacity`); ids are reused after
+removal. A policy keeps what it likes in arrays of that size or in queues of ids, and is told in batches: one call for a whole
+request or put. It never sees bytes, keys or clocks; `now` is in seconds and only grows. `victims` is a peek: asking twice gives
+the same answer. The pool evicts (all, some or none of) what was offered and then says so by `on_removed`, which is where hands
+move and ghosts are made.
 
-Chain order: the ids of one call are consecutive pages of one sequence, root first. A parent is the page before.
+Chain order: the ids of one call are pages of one sequence, root first, and distinct. A parent is the page before. A key names its
+whole prefix, so a page never changes its parent while it is stored.
+
+A policy never loses an id and never refuses an eviction: whatever order of calls came before, ids of a request or a removal that
+are not live are ignored, an insert of a live id makes it a new page, and `victims` finally offers every live id that is eligible.
 """
 
 from __future__ import annotations
@@ -23,7 +28,9 @@ ADMISSION = "admission"
 KINDS = (EVICTION, ADMISSION)
 
 Eligible = Callable[[I32], Mask]
-"""Given entry ids, shape (n,): which may be evicted now (not leased, not pinned, in the namespace at stake, not just acknowledged)."""
+"""Given live entry ids, shape (n,): which may be evicted now (not leased, pinned or just acknowledged, in the namespace at stake).
+
+A policy may ask several times in one `victims`, and about more ids than it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +49,11 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request's whole key list, in chain order. ``ids`` has -1 where a key is not stored; ``fingerprints`` has them all."""
+    """One request's whole key list, in chain order, from the root on. Both arrays have shape (n,).
+
+    ``ids`` has -1 where the key was not stored when it was asked for; ``fingerprints`` has them all. A request is told before the
+    insert of what it missed, or else with -1 for it: a page that this very request led to putting was not used a second time.
+    """
 
     now: float
     ids: I32
@@ -62,7 +73,7 @@ class EvictionPolicy(Protocol):
         """Up to ``count`` distinct eligible ids, the one to go first in front. Fewer only if no more are eligible. A peek."""
 
     def on_removed(self, ids: I32, *, evicted: bool) -> None:
-        """These ids are gone: by eviction (``evicted``), or by remove, flush or a bad checksum. Their ids may come back for others."""
+        """These are gone: by eviction (``evicted``), or by remove, flush or a bad checksum. Their ids may come back for others."""
 
 
 class AdmissionPolicy(Protocol):
@@ -80,7 +91,7 @@ _registry: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
 
 
 def register(kind: str, name: str) -> Callable[[type[_T]], type[_T]]:
-    """Class decorator: makes a policy known under ``name``. Another package does it by entry point, group ``umbp.policies.KIND``."""
+    """Class decorator: makes a policy known under ``name``. Another package uses an entry point, group ``umbp.policies.KIND``."""
     if kind not in _registry:
         raise NotFound(f"no policy kind {kind!r}, only {', '.join(KINDS)}", field="kind")
 
