@@ -7,6 +7,7 @@ from typing import Literal, Protocol, TypeAlias
 
 from umbp.config import PoolConfig
 from umbp.core.pool import Pool
+from umbp.grammar import Address
 from umbp.metrics import Metrics
 
 State: TypeAlias = Literal["starting", "ready", "stopping"]
@@ -51,8 +52,8 @@ class Node(Protocol):
         ...
 
     @property
-    def http(self) -> str:
-        """``host:port`` that is really listened on; empty where there is none."""
+    def http(self) -> Address:
+        """What is really listened on, with the port that was found."""
         ...
 
     @property

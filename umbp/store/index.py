@@ -29,6 +29,7 @@ serve there unless told otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -129,8 +130,8 @@ class IndexReader:
         """Current versions of entries, (n,) uint64."""
         return self._flat.take(ids * ENTRY_WORDS + W_VERSION, mode="clip")
 
-    def second_bucket(self, bucket: U64, tag: U64) -> U64:
-        """The other bucket of a slot with this tag (its own inverse)."""
+    def second_bucket(self, bucket: Any, tag: Any) -> Any:
+        """The other bucket of slots with these tags (its own inverse): uint64 arrays or scalars."""
         with np.errstate(over="ignore"):
             return bucket ^ (((tag >> _SHIFT) * _SECOND >> _U(17) | _ONE) & self._mask)
 

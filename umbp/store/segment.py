@@ -25,6 +25,7 @@ import fcntl
 import hashlib
 import json
 import os
+import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ MAGIC = int.from_bytes(b"UMBPSEG1", "little")
 FORMAT = 1
 HEADER_BYTES = 4096
 TEXT_AT = 512
+LOCK_SECONDS_MAX = 0.5
 NAMESPACE_WORDS = 256  # 2 KiB: 8 words of numbers, 4 of digest, the rest text
 SESSION_WORDS = 8
 
@@ -91,13 +93,14 @@ class OwnerLock:
 
     def __init__(self, directory: str, name: str) -> None:
         self.path = os.path.join(directory, file_stem(name) + ".lock")
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.pread(self._fd, 64, 0).decode("ascii", "replace").strip()
-            os.close(self._fd)
-            raise Conflict(f"a pool named {name!r} is alive (process {owner or 'unknown'})", field="name", example="--name second") from None
+        give_up = time.monotonic() + LOCK_SECONDS_MAX
+        while (fd := _lock_or_none(self.path)) is None:
+            if time.monotonic() > give_up:
+                with open(self.path, "rb") as file:
+                    owner = file.read(64).decode("ascii", "replace").strip()
+                raise Conflict(f"a pool named {name!r} is alive (process {owner or 'unknown'})", field="name", example="--name second")
+            time.sleep(0.01)  # another starting pool may just be looking whether this one is dead
+        self._fd = fd
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -109,35 +112,45 @@ class OwnerLock:
         os.close(self._fd)
 
 
+def _lock_or_none(path: str) -> int | None:
+    """Descriptor that holds the lock of the file that is at this path *now*; None if somebody else has it."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_ino == os.stat(path).st_ino:
+                return fd
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except FileNotFoundError:
+            pass
+        os.close(fd)  # its file was removed between open and lock: this lock means nothing
+
+
 def leftovers(directory: str) -> list[Path]:
     """Segments of pools that are dead: no process holds their lock."""
     found = []
     for path in sorted(Path(directory).glob("umbp.*.segment")):
-        lock = path.with_suffix(".lock")
-        try:
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found.append(path)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(fd)
+        with contextlib.suppress(OSError):
+            fd = _lock_or_none(str(path.with_suffix(".lock")))
+            if fd is not None:
+                os.close(fd)
+                found.append(path)
     return found
 
 
 def reclaim(path: Path) -> int:
     """Remove a leftover; bytes given back. Its lock is held meanwhile, so that its owner cannot start in between."""
     lock = path.with_suffix(".lock")
-    fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = _lock_or_none(str(lock))
+    if fd is None:
+        return 0
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = path.stat().st_blocks * 512
         path.unlink()
         lock.unlink()
-    except (BlockingIOError, FileNotFoundError):
+    except FileNotFoundError:
         return 0
     finally:
         os.close(fd)
@@ -187,7 +200,8 @@ class Segment:
 
     def close(self) -> None:
         """Unmap (views handed out keep their part alive) and close the file."""
-        self.words = self.namespaces = self.sessions = self.buckets = self.entries = np.empty(0, np.uint64)
+        for name in ("words", "namespaces", "sessions", "buckets", "entries"):
+            delattr(self, name)
         self.head.close()
         self.data.close()
         os.close(self._fd)

@@ -1,0 +1,175 @@
+"""The core in a seeded world against a deliberately dumb model: random events, all invariants after each."""
+
+import random
+
+import numpy as np
+import pytest
+from core.world import World, find, keys_of, open_namespace
+
+from umbp.errors import LimitReached
+from umbp.types import WriteStatus
+
+SIZES = (256, 1000, 4096, 20_000, 65_536, 300_000)
+STEPS = 600
+
+
+class Model:
+    """What must be true, kept in dicts: key -> committed value, open writes, leases."""
+
+    def __init__(self) -> None:
+        self.values: dict[tuple[int, int], int] = {}  # (row, key) -> version of the index when it was committed
+        self.writes: dict[int, tuple[int, int, list[int], float]] = {}  # reservation -> session, row, keys, expires
+        self.leases: dict[int, tuple[int, np.ndarray, np.ndarray, float]] = {}  # lease -> session, ids, versions, expires
+
+
+class Run:
+    """One seeded run."""
+
+    def __init__(self, seed: int, eviction: str) -> None:
+        self.random = random.Random(seed)
+        self.world = World(1 << 20, 256, eviction=eviction, reservation_seconds=5.0, lease_seconds_max=8.0)
+        self.rows = [open_namespace(self.world.pool, f"ns{size}", size) for size in SIZES]
+        self.model = Model()
+        self.now = 1000.0
+        self.memory = np.zeros(1 << 20, np.uint8)
+        self.evicted = 0
+
+    @property
+    def pool(self):
+        return self.world.pool
+
+    def some_keys(self) -> list[int]:
+        start, count = self.random.randrange(40), self.random.randrange(1, 12)
+        return [start + i for i in range(count)] + self.random.choices(range(40), k=self.random.randrange(2))
+
+    def reserve(self) -> None:
+        index = self.random.randrange(len(SIZES))
+        row, keys, session = self.rows[index], self.some_keys(), self.random.randrange(1, 5)
+        made = self.pool.reserve(self.now, session, row, keys_of(*keys), b"", 0.0)
+        mine = [key for key, m in zip(keys, made.mine.tolist(), strict=True) if m]
+        assert len(set(mine)) == len(mine) == len(made.ids)
+        for key, status in zip(keys, made.status.tolist(), strict=True):
+            if status == WriteStatus.EXISTS:
+                assert (row, key) in self.model.values
+        for offset in made.offsets.tolist():
+            self.memory[offset : offset + SIZES[index]] = made.number % 251
+        if mine:
+            self.model.writes[made.number] = (session, row, mine, self.now + 5.0)
+        self.forget_evicted()
+
+    def commit(self) -> None:
+        if not self.model.writes:
+            return
+        number = self.random.choice(list(self.model.writes))
+        session, row, keys, expires = self.model.writes.pop(number)
+        filled = np.array([self.random.random() < 0.9 for _ in keys])
+        status = self.pool.commit(self.now, session, number, filled, None)
+        for key, full, code in zip(keys, filled.tolist(), status.tolist(), strict=True):
+            if code == WriteStatus.STORED:
+                assert full
+                self.model.values[row, key] = number
+            elif expires <= self.now:
+                assert code == WriteStatus.EXPIRED
+            else:
+                assert code in (WriteStatus.UNAVAILABLE, WriteStatus.FLUSHED)
+
+    def lease(self) -> None:
+        row, keys = self.random.choice(self.rows), self.some_keys()
+        found = find(self.pool, row, *keys)
+        for key, hit in zip(keys, found.hit.tolist(), strict=True):
+            assert hit == ((row, key) in self.model.values)
+        ids, versions = found.ids.copy(), np.where(found.hit, found.versions, 0).astype(np.uint64)
+        session = self.random.randrange(1, 5)
+        try:
+            lease, held = self.pool.lease(self.now, session, ids, versions, self.random.choice([0.0, 1.0, 4.0, 100.0]))
+        except LimitReached:
+            return
+        assert np.array_equal(held, found.hit)
+        self.model.leases[lease.number] = (session, ids[held], versions[held], lease.expires)
+
+    def release(self) -> None:
+        if self.model.leases:
+            number = self.random.choice(list(self.model.leases))
+            session, _, _, expires = self.model.leases.pop(number)
+            assert self.pool.leases.release(session, number) == (expires > self.now)
+
+    def remove(self) -> None:
+        row, keys = self.random.choice(self.rows), self.some_keys()[:3]
+        gone = self.pool.remove(row, keys_of(*keys))
+        assert gone.tolist() == [(row, key) in self.model.values for key in keys]
+        for key in keys:
+            self.model.values.pop((row, key), None)
+
+    def flush(self) -> None:
+        row = self.random.choice(self.rows)
+        self.pool.flush(row)
+        self.model.values = {key: value for key, value in self.model.values.items() if key[0] != row}
+
+    def note(self) -> None:
+        self.pool.note(self.now, self.random.choice(self.rows), keys_of(*self.some_keys()))
+
+    def close_session(self) -> None:
+        session, gone = self.random.randrange(1, 5), self.random.random() < 0.5
+        self.pool.connection_closed(session, gone=gone)
+        for row in self.rows:
+            self.pool.namespaces[row].sessions[session] = None
+        self.model.leases = {n: lease for n, lease in self.model.leases.items() if lease[0] != session}
+        self.model.writes = {n: write for n, write in self.model.writes.items() if write[0] != session}
+        if not gone:
+            self.pool.writer_gone(session)
+
+    def pass_time(self) -> None:
+        self.now += self.random.choice([0.1, 1.0, 3.0])
+        while self.pool.tick(self.now):
+            pass
+        self.model.leases = {n: lease for n, lease in self.model.leases.items() if lease[3] > self.now}
+        self.forget_evicted()
+
+    def reboot(self) -> None:
+        self.evicted += self.pool.objects.evicted_keys
+        owners = self.world.reboot(self.now)
+        self.model.leases.clear()
+        assert set(owners) == {write[0] for write in self.model.writes.values()}
+        self.model.writes.clear()
+        self.pool.check()
+        for owner in owners:
+            self.pool.writer_gone(owner)
+        for row in self.rows:
+            assert self.pool.namespaces[row].account.object_bytes in SIZES
+
+    def forget_evicted(self) -> None:
+        """Evictions are the pool's choice; what must hold is that nothing leased went, and that all else is as it was."""
+        for _, ids, versions, expires in self.model.leases.values():
+            held = self.pool.objects.leases[ids]
+            assert expires <= self.now or (held > 0).all()
+            live = self.pool.versions(ids, versions)
+            assert (self.pool.objects.state[ids[~live]] != 0).all(), "memory of a leased object was given back"
+        for row, key in list(self.model.values):
+            if not find(self.pool, row, key).hit[0]:
+                del self.model.values[row, key]
+
+
+@pytest.mark.parametrize("eviction", ["lru", "sieve", "s3fifo", "leaf_lru"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_events_keep_all_invariants(seed: int, eviction: str) -> None:
+    run = Run(seed, eviction)
+    events = [run.reserve] * 6 + [run.commit] * 6 + [run.lease] * 4 + [run.release] * 3 + [run.note] * 2
+    events += [run.remove, run.flush, run.close_session, run.pass_time, run.pass_time, run.pass_time]
+    for step in range(STEPS):
+        event = run.reboot if run.random.random() < 0.01 else run.random.choice(events)
+        try:
+            event()
+            run.pool.check()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, step {step}, {event.__name__}: {error}") from error
+    assert run.evicted + run.pool.objects.evicted_keys > 0, "the run never evicted: it proves nothing"
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    def digest(seed: int) -> tuple:
+        run = Run(seed, "leaf_lru")
+        for _ in range(200):
+            run.random.choice([run.reserve, run.commit, run.note, run.pass_time])()
+        return run.pool.objects.state.tobytes(), run.pool.objects.offset.tobytes(), run.world.entries.tobytes()
+
+    assert digest(3) == digest(3)

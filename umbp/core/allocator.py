@@ -1,0 +1,201 @@
+"""Where an object goes in the segment: a free-run allocator with bins, coalescing at once.
+
+Theory of operation. The free space is a set of runs [start, end), no two adjacent. Three dicts: by start, by end, and bins by size (four
+per power of two), each bin an insertion-ordered dict of starts. Sizes are rounded to `granule` (256 bytes below 16 KiB, a page of 4 KiB
+above: direct disk I/O needs page alignment, and 20 % is the most it wastes). There are no size classes that memory could be bound to.
+
+What it costs: one or two dict operations a *run*, not an object: a batch of equal objects is cut from one run if there is one, and freed
+objects are merged by sorting first. Pages that were put together lie together, are evicted together, and so keep runs long.
+
+When bytes suffice but no run does, `core.room` evicts a window of neighbours; the allocator itself moves nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, islice
+
+import numpy as np
+
+from umbp.errors import SegmentError
+from umbp.types import I64
+
+SMALL_GRANULE = 256
+PAGE_GRANULE = 4096
+PAGE_FROM = 16384
+BIN_SCAN_MAX = 16  # runs looked at in the bin of just this size before a larger bin is taken
+
+
+def granule(size_bytes: int) -> int:
+    """Alignment and rounding of an object of this size."""
+    return SMALL_GRANULE if size_bytes < PAGE_FROM else PAGE_GRANULE
+
+
+def rounded(size_bytes: int) -> int:
+    """Bytes of the segment that an object of this size takes."""
+    unit = granule(size_bytes)
+    return -(-size_bytes // unit) * unit
+
+
+def _bin(size: int) -> int:
+    units = size // SMALL_GRANULE
+    shift = max(0, units.bit_length() - 3)
+    return (shift + 1) << 2 | (units >> shift & 3) if shift else units
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorStatistics:
+    """Sizes in bytes."""
+
+    capacity_bytes: int
+    free_bytes: int
+    free_runs: int
+    largest_run_bytes: int
+
+
+class Allocator:
+    """Free space of one segment. Offsets are multiples of 256 below ``capacity_bytes``."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes // SMALL_GRANULE * SMALL_GRANULE
+        self.free_bytes = 0
+        self._ends: dict[int, int] = {}  # start -> end
+        self._starts: dict[int, int] = {}  # end -> start
+        self._bins: list[dict[int, None]] = [{} for _ in range(_bin(max(self.capacity_bytes, SMALL_GRANULE)) + 1)]
+        if self.capacity_bytes:
+            self._add(0, self.capacity_bytes)
+
+    def __repr__(self) -> str:
+        return f"<Allocator {self.free_bytes} of {self.capacity_bytes} bytes free in {len(self._ends)} runs>"
+
+    def statistics(self) -> AllocatorStatistics:
+        """A snapshot."""
+        return AllocatorStatistics(self.capacity_bytes, self.free_bytes, len(self._ends), self.largest_run())
+
+    def largest_run(self) -> int:
+        """Length of the longest free run."""
+        for held in reversed(self._bins):
+            if held:
+                return max(self._ends[start] - start for start in held)
+        return 0
+
+    def allocate(self, size_bytes: int, count: int) -> I64:
+        """Up to ``count`` offsets for objects of one size, adjacent where possible; fewer if no run fits any more."""
+        size, unit = rounded(size_bytes), granule(size_bytes)
+        parts: list[I64] = []
+        while count:
+            start = self._fit(size * count, unit)
+            if start < 0:
+                start = self._fit(size, unit) if count == 1 else self._longest(size, unit)
+            if start < 0:
+                break
+            first = -(-start // unit) * unit
+            fits = min(count, (self._ends[start] - first) // size)
+            self._take(start, first, first + fits * size)
+            parts.append(np.arange(first, first + fits * size, size, dtype=np.int64))
+            count -= fits
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def free(self, offsets: I64, sizes: I64) -> None:
+        """Give objects back: ``sizes`` are their own sizes (rounded here), shape (n,)."""
+        if not len(offsets):
+            return
+        unit = np.where(sizes < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
+        lengths = -(-sizes // unit) * unit
+        order = np.argsort(offsets)
+        starts = offsets[order]
+        ends = starts + lengths[order]
+        assert (starts[1:] >= ends[:-1]).all(), "freed twice in one call"
+        breaks = np.flatnonzero(starts[1:] != ends[:-1])
+        for start, end in zip(starts[np.r_[0, breaks + 1]].tolist(), ends[np.r_[breaks, len(ends) - 1]].tolist(), strict=True):
+            self._give(start, end)
+
+    def occupy(self, offsets: I64, sizes: I64) -> None:
+        """At re-attach: make just these objects used, in a fresh allocator. SegmentError if they overlap or lie outside."""
+        assert self.free_bytes == self.capacity_bytes, "occupy needs a fresh allocator"
+        if not len(offsets):
+            return
+        unit = np.where(sizes < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
+        order = np.argsort(offsets)
+        starts = offsets[order]
+        ends = (offsets + -(-sizes // unit) * unit)[order]
+        if starts[0] < 0 or ends[-1] > self.capacity_bytes or (starts[1:] < ends[:-1]).any() or (starts % SMALL_GRANULE).any():
+            raise SegmentError("objects in the segment overlap or lie outside of it")
+        self._remove(0)
+        gap_starts = np.r_[0, ends]
+        gap_ends = np.r_[starts, self.capacity_bytes]
+        for start, end in zip(gap_starts.tolist(), gap_ends.tolist(), strict=True):
+            if end > start:
+                self._add(start, end)
+
+    def runs(self) -> tuple[I64, I64]:
+        """Starts and ends of all free runs, ascending."""
+        starts = np.array(sorted(self._ends), np.int64)
+        return starts, np.array([self._ends[start] for start in starts.tolist()], np.int64)
+
+    def check(self) -> None:
+        """Runs are disjoint, not adjacent, in the right bins, and sum up."""
+        starts, ends = self.runs()
+        assert (ends > starts).all(), "an empty run"
+        assert (starts[1:] > ends[:-1]).all(), "runs overlap or touch"
+        assert int((ends - starts).sum()) == self.free_bytes, "free_bytes is wrong"
+        assert {end: start for start, end in self._ends.items()} == self._starts
+        assert sorted(start for held in self._bins for start in held) == starts.tolist()
+        assert all(_bin(self._ends[start] - start) == number for number, held in enumerate(self._bins) for start in held)
+        assert not len(ends) or (starts[0] >= 0 and ends[-1] <= self.capacity_bytes)
+
+    def _fit(self, size: int, unit: int) -> int:
+        """Start of a run that can hold an aligned piece of ``size``; -1 if none. Near-best fit."""
+        number = _bin(size)
+        if number >= len(self._bins):
+            return -1
+        bins = self._bins
+        looks = chain(islice(bins[number], BIN_SCAN_MAX), *(islice(held, 2) for held in bins[number + 1 :] if held), bins[number])
+        for start in looks:
+            if self._ends[start] - (-(-start // unit) * unit) >= size:
+                return start
+        if unit > SMALL_GRANULE:  # the few bins above whose runs alignment may shorten below the size
+            for held in bins[number + 1 : _bin(size + unit) + 1]:
+                for start in held:
+                    if self._ends[start] - (-(-start // unit) * unit) >= size:
+                        return start
+        return -1
+
+    def _longest(self, size: int, unit: int) -> int:
+        """Start of a run from the highest bin, if it can hold one aligned piece of ``size``; else any that can."""
+        for held in reversed(self._bins):
+            if held:
+                start = next(iter(held))
+                if self._ends[start] - (-(-start // unit) * unit) >= size:
+                    return start
+                return self._fit(size, unit)
+        return -1
+
+    def _add(self, start: int, end: int) -> None:
+        self._ends[start] = end
+        self._starts[end] = start
+        self._bins[_bin(end - start)][start] = None
+        self.free_bytes += end - start
+
+    def _remove(self, start: int) -> int:
+        end = self._ends.pop(start)
+        del self._starts[end]
+        del self._bins[_bin(end - start)][start]
+        self.free_bytes -= end - start
+        return end
+
+    def _take(self, run: int, start: int, end: int) -> None:
+        run_end = self._remove(run)
+        if start > run:
+            self._add(run, start)
+        if end < run_end:
+            self._add(end, run_end)
+
+    def _give(self, start: int, end: int) -> None:
+        before = self._starts.get(start)
+        if before is not None:
+            self._remove(before)
+            start = before
+        if end in self._ends:
+            end = self._remove(end)
+        self._add(start, end)

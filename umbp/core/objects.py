@@ -1,0 +1,313 @@
+"""The objects of a pool: their state, memory, protection and accounting, kept together in one place.
+
+Theory of operation. Each entry id is in one state; the table of moves is `MOVES` and nothing else changes a state.
+
+    FREE --reserve--> RESERVED --publish--> LIVE --hide--> (FREE, or ZOMBIE while leased) --unprotect--> FREE
+                      RESERVED --abandon--> FREE           (its writer let go or is dead)
+                      RESERVED --orphan---> ORPHAN --abandon--> FREE    (expired; its writer may still be writing)
+
+A ZOMBIE (evicted, removed or flushed under a lease) and an ORPHAN are invisible, but their memory is not given to anyone. Used bytes are
+the bytes of everything that is not FREE. All arrays have one element per entry id; every call takes arrays of ids.
+
+Cost beside the segment: about 55 bytes an entry id here, plus the policy's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from umbp.core.allocator import Allocator, rounded
+from umbp.policies.base import EvictionPolicy, Inserted, Request
+from umbp.types import F64, I32, I64, U8, U64, Mask
+
+FREE, RESERVED, LIVE, ZOMBIE, ORPHAN = range(5)
+STATES = ("free", "reserved", "live", "zombie", "orphan")
+MOVES = {
+    (FREE, RESERVED),
+    (RESERVED, LIVE),
+    (RESERVED, FREE),
+    (RESERVED, ORPHAN),
+    (ORPHAN, FREE),
+    (LIVE, FREE),
+    (LIVE, ZOMBIE),
+    (ZOMBIE, FREE),
+}
+
+
+class Found(Protocol):
+    """What a probe of the table gives: see `umbp.store.index.Found`."""
+
+    @property
+    def hit(self) -> Mask: ...
+    @property
+    def ids(self) -> I64: ...
+
+
+class Table(Protocol):
+    """The index as the core needs it: see `umbp.store.index.IndexWriter`."""
+
+    entries: U64
+
+    def find(self, words: U64, number: int, place: np.uint64) -> Found: ...
+    def versions_of(self, ids: I64) -> U64: ...
+    def write_reserved(self, ids: I64, words: U64, place: np.uint64, offsets: I64, owner: int) -> None: ...
+    def publish(self, ids: I64, sums: U64 | None) -> Mask: ...
+    def unpublish(self, ids: I64) -> None: ...
+    def forget(self, ids: I64) -> None: ...
+
+
+@dataclass(slots=True)
+class Account:
+    """Bytes and keys of one namespace. ``held`` counts objects in any state but FREE; ``live`` the visible ones."""
+
+    row: int
+    number: int
+    object_bytes: int
+    quota_bytes: int = 0
+    held_bytes: int = 0
+    live_keys: int = 0
+    evicted_keys: int = 0
+    evicted_for_quota_keys: int = 0
+    stored_keys: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+
+
+class Objects:
+    """State arrays, allocator and policy of one pool."""
+
+    def __init__(self, table: Table, allocator: Allocator, policy: EvictionPolicy) -> None:
+        n = len(table.entries)
+        self.capacity = n
+        self.table = table
+        self.allocator = allocator
+        self.policy = policy
+        self.state: U8 = np.zeros(n, np.uint8)
+        self.leases: I32 = np.zeros(n, np.int32)
+        self.pins: I32 = np.zeros(n, np.int32)
+        self.row: I32 = np.zeros(n, np.int32)
+        self.size: I64 = np.zeros(n, np.int64)
+        self.offset: I64 = np.zeros(n, np.int64)
+        self.committed_at: F64 = np.zeros(n, np.float64)
+        self.accessed_at: F64 = np.zeros(n, np.float64)
+        self.hits: I32 = np.zeros(n, np.int32)
+        self._free: I32 = np.arange(n - 1, -1, -1, dtype=np.int32)  # a stack; the top is at index free_ids - 1
+        self.free_ids = n
+        self.accounts: dict[int, Account] = {}
+        self.used_bytes = 0  # of objects in any state but FREE, unrounded
+        self.leased_bytes = 0  # of distinct leased objects
+        self.counts = [n, 0, 0, 0, 0]  # entries by state
+        self.protected = 0  # LIVE entries with a lease or a pin
+        self.evicted_keys = 0
+        self.evicted_bytes = 0
+
+    def __repr__(self) -> str:
+        return "<Objects " + ", ".join(f"{count} {name}" for name, count in zip(STATES, self.counts, strict=True)) + ">"
+
+    # -- moves of state ----------------------------------------------------------------------------------------------------------------
+
+    def reserve(self, account: Account, words: U64, place: np.uint64, offsets: I64, owner: int) -> I64:
+        """Take entry ids for memory that a client will fill. As many as offsets; there must be that many free ids."""
+        n = len(offsets)
+        assert n <= self.free_ids, "no free entry ids"
+        ids = self._free[self.free_ids - n : self.free_ids].astype(np.int64)
+        self.free_ids -= n
+        self._move(ids, FREE, RESERVED)
+        self.row[ids], self.size[ids], self.offset[ids] = account.row, account.object_bytes, offsets
+        self._charge(account, n)
+        self.table.write_reserved(ids, words, place, offsets, owner)
+        return ids
+
+    def publish(self, now: float, ids: I64, sums: U64 | None, parents: I64, fingerprints: U64) -> Mask:
+        """Make reserved objects visible. Those for which the index has no slot stay reserved and are False in the answer."""
+        shown = self.table.publish(ids, sums)
+        if not shown.all():
+            self.table.forget(ids[~shown])
+            ids, parents, fingerprints = ids[shown], parents[shown], fingerprints[shown]
+        self._move(ids, RESERVED, LIVE)
+        self.committed_at[ids] = now
+        self.accessed_at[ids] = now
+        self.hits[ids] = 0
+        for account, part in self._by_account(ids):
+            account.live_keys += len(part)
+            account.stored_keys += len(part)
+        alive = (parents >= 0) & (self.state[parents] == LIVE)
+        known = np.where(alive, parents, -1).astype(np.int32)
+        self.policy.on_inserted(Inserted(now, ids.astype(np.int32), known, fingerprints))
+        return shown
+
+    def orphan(self, ids: I64) -> None:
+        """Reserved objects whose time is over, and whose writer may not know yet."""
+        self._move(ids, RESERVED, ORPHAN)
+
+    def abandon(self, ids: I64) -> None:
+        """Give reserved or orphaned objects back: nobody can be writing to them any more."""
+        self.table.forget(ids)
+        for state in (RESERVED, ORPHAN):
+            part = ids[self.state[ids] == state]
+            self._move(part, state, FREE)
+            self._release(part)
+
+    def hide(self, ids: I64, *, evicted: bool) -> None:
+        """Make live objects invisible; their memory is given back now, or with their last lease. Pins on them end here."""
+        if not len(ids):
+            return
+        self.table.unpublish(ids)
+        if evicted:
+            self.evicted_keys += len(ids)
+            self.evicted_bytes += int(self.size[ids].sum())
+        for account, part in self._by_account(ids):
+            account.live_keys -= len(part)
+            account.evicted_keys += len(part) if evicted else 0
+        self.protected -= int(np.count_nonzero((self.leases[ids] > 0) | (self.pins[ids] > 0)))
+        self.pins[ids] = 0
+        leased = self.leases[ids] > 0
+        self._move(ids[leased], LIVE, ZOMBIE)
+        gone = ids[~leased]
+        self._move(gone, LIVE, FREE)
+        self.policy.on_removed(ids.astype(np.int32), evicted=evicted)
+        self._release(gone)
+
+    def _move(self, ids: I64, old: int, new: int) -> None:
+        assert (old, new) in MOVES, f"no move {STATES[old]} -> {STATES[new]}"
+        if len(ids):
+            wrong = self.state[ids] != old
+            assert not wrong.any(), (
+                f"entry {ids[wrong][0]} is {STATES[self.state[ids[wrong][0]]]}, not {STATES[old]}: {self.story(int(ids[wrong][0]))}"
+            )
+            self.state[ids] = new
+            self.counts[old] -= len(ids)
+            self.counts[new] += len(ids)
+
+    def _release(self, ids: I64) -> None:
+        n = len(ids)
+        if not n:
+            return
+        self.allocator.free(self.offset[ids], self.size[ids])
+        for account, part in self._by_account(ids):
+            self._charge(account, -len(part))
+        self._free[self.free_ids : self.free_ids + n] = ids
+        self.free_ids += n
+
+    def _charge(self, account: Account, objects: int) -> None:
+        account.held_bytes += objects * account.object_bytes
+        self.used_bytes += objects * account.object_bytes
+
+    def _by_account(self, ids: I64) -> list[tuple[Account, I64]]:
+        if not len(ids):
+            return []
+        rows = self.row[ids]
+        if (rows == rows[0]).all():
+            return [(self.accounts[int(rows[0])], ids)]
+        return [(self.accounts[row], ids[rows == row]) for row in np.unique(rows).tolist()]
+
+    # -- a former life -----------------------------------------------------------------------------------------------------------------
+
+    def adopt(self, account: Account, ids: I64, *, reserved: bool) -> None:
+        """Take over entries found in the segment: live ones, or reserved ones as orphans. `settle` must follow."""
+        self.state[ids] = ORPHAN if reserved else LIVE
+        self.row[ids], self.size[ids] = account.row, account.object_bytes
+        self.offset[ids] = self.table.entries[ids, 5].view(np.int64)
+        self._charge(account, len(ids))
+        account.live_keys += 0 if reserved else len(ids)
+
+    def settle(self, now: float) -> None:
+        """After the last `adopt`: make free list, free space and counts fit. SegmentError if objects overlap or lie outside."""
+        held = np.flatnonzero(self.state != FREE)
+        self.allocator.occupy(self.offset[held], self.size[held])
+        free = np.flatnonzero(self.state == FREE)[::-1]
+        self.free_ids = len(free)
+        self._free[: len(free)] = free
+        self.counts = np.bincount(self.state, minlength=len(STATES)).tolist()
+        self.committed_at[held] = self.accessed_at[held] = now - 60.0  # not "just acknowledged"
+
+    # -- protection --------------------------------------------------------------------------------------------------------------------
+
+    def lease(self, ids: I64) -> int:
+        """Count one lease more on each of these distinct live objects; bytes that became leased by it."""
+        bare = (self.leases[ids] == 0) & (self.pins[ids] == 0)
+        fresh = ids[self.leases[ids] == 0]
+        self.leases[ids] += 1
+        self.protected += int(np.count_nonzero(bare))
+        added = int(self.size[fresh].sum())
+        self.leased_bytes += added
+        return added
+
+    def unlease(self, ids: I64) -> None:
+        """Count one lease less on each of these distinct objects; zombies whose last lease it was are given back."""
+        self.leases[ids] -= 1
+        assert (self.leases[ids] >= 0).all(), "released more often than leased"
+        last = ids[self.leases[ids] == 0]
+        self.leased_bytes -= int(self.size[last].sum())
+        live = self.state[last] == LIVE
+        self.protected -= int(np.count_nonzero(self.pins[last[live]] == 0))
+        gone = last[~live]
+        self._move(gone, ZOMBIE, FREE)
+        self._release(gone)
+
+    def pin(self, ids: I64) -> None:
+        """Count one pin more on each of these distinct live objects."""
+        self.protected += int(np.count_nonzero((self.leases[ids] == 0) & (self.pins[ids] == 0)))
+        self.pins[ids] += 1
+
+    def unpin(self, ids: I64) -> None:
+        """Count one pin less on each of these distinct live objects."""
+        self.pins[ids] -= 1
+        assert (self.pins[ids] >= 0).all(), "unpinned more often than pinned"
+        self.protected -= int(np.count_nonzero((self.leases[ids] == 0) & (self.pins[ids] == 0)))
+
+    # -- history -----------------------------------------------------------------------------------------------------------------------
+
+    def request(self, request: Request) -> None:
+        """One request's key list: the access history, for policies and for people."""
+        held = request.ids[request.ids >= 0]
+        self.accessed_at[held] = request.now
+        self.hits[held] += 1
+        self.policy.on_request(request)
+
+    # -- questions ---------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def evictable(self) -> int:
+        """Live objects without lease or pin."""
+        return self.counts[LIVE] - self.protected
+
+    def allocated_bytes(self) -> int:
+        """Bytes of the segment that are not free, rounding included."""
+        return self.allocator.capacity_bytes - self.allocator.free_bytes
+
+    def live_ids(self, row: int | None = None) -> I64:
+        """Ids of visible objects, of one namespace or of all, ascending."""
+        mask = self.state == LIVE
+        return np.flatnonzero(mask if row is None else mask & (self.row == row))
+
+    def story(self, entry: int) -> str:
+        """All that is known of one entry, for an error message."""
+        return (
+            f"state {STATES[self.state[entry]]}, row {self.row[entry]}, {self.size[entry]} bytes at {self.offset[entry]}, "
+            f"{self.leases[entry]} leases, {self.pins[entry]} pins, version {int(self.table.entries[entry, 7])}"
+        )
+
+    def check(self) -> None:
+        """The invariants of all of it: slow, for tests and the simulation."""
+        counts = np.bincount(self.state, minlength=5).tolist()
+        assert counts == self.counts, (counts, self.counts)
+        held = np.flatnonzero(self.state != FREE)
+        free = np.sort(self._free[: self.free_ids])
+        assert np.array_equal(free, np.flatnonzero(self.state == FREE)), "the free list is wrong"
+        assert self.used_bytes == int(self.size[held].sum()) == sum(account.held_bytes for account in self.accounts.values())
+        sizes = np.array([rounded(size) for size in self.size[held].tolist()], np.int64)
+        assert self.allocated_bytes() == int(sizes.sum()), "memory is leaked or given twice"
+        order = np.argsort(self.offset[held])
+        starts, ends = self.offset[held][order], (self.offset[held] + sizes)[order]
+        assert (starts[1:] >= ends[:-1]).all(), "objects overlap"
+        assert (self.leases[(self.state != LIVE) & (self.state != ZOMBIE)] == 0).all()
+        assert (self.leases[self.state == ZOMBIE] > 0).all()
+        assert (self.pins[self.state != LIVE] == 0).all()
+        assert self.leased_bytes == int(self.size[self.leases > 0].sum())
+        assert self.protected == int(np.count_nonzero((self.state == LIVE) & ((self.leases > 0) | (self.pins > 0))))
+        for account in self.accounts.values():
+            assert account.live_keys == len(self.live_ids(account.row)), f"keys of row {account.row}"
+        self.allocator.check()

@@ -1,0 +1,461 @@
+"""The pool's state machine: every request of a client or an operator, and the passing of time, as one synchronous call each.
+
+Theory of operation
+-------------------
+The shell (umbp.pool) calls one method per event with the time; nothing in here waits, so two requests cannot see each other half done.
+Hard state and who changes it: objects (`objects`), leases and pins (`leases`), writes on their way (`writes`), namespaces (here).
+
+A namespace has a *row* (its place in the segment's table, fixed) and a *number* (written into every entry). Clients read the number from
+the row at each call, so a flush is one store: the row gets a new number, all old entries are unreachable at once, and are then removed in
+slices. Numbers are never used twice, over restarts neither.
+
+A session ends in two steps. Its connection closes: leases and its pins end, its writes become orphans. Its process is gone (or says on a
+new connection that it has let go): the orphans' memory is given back. Where the shell knows at once that the process is gone, both are one.
+
+After a restart `adopt` takes over what the segment holds: committed entries as they are; reserved ones become orphans of their owners.
+
+What it costs: each call is a fixed number of vectorised passes over its keys; `tick` is bounded by its slice sizes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from umbp.core.allocator import Allocator
+from umbp.core.leases import Lease, Leases, Pin
+from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Objects
+from umbp.core.room import Room, Watermarks
+from umbp.core.writes import Reservation, Writes
+from umbp.errors import InvalidRequest, LimitReached, NotFound
+from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, Inserted, Request, find
+from umbp.store.index import W_PLACE, W_SUM, IndexWriter, hashes, key_words, place_word
+from umbp.types import I64, U8, U64, Mask, WriteStatus
+
+DOOMED_SLICE = 4096  # objects of flushed namespaces removed a tick: about 2 ms
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds a pool. Times in seconds, shares of the pool 0 to 1."""
+
+    lease_seconds: float = 10.0
+    lease_seconds_max: float = 300.0
+    lease_share: float = 1.0
+    reservation_seconds: float = 30.0
+    watermark_high: float = 0.95
+    watermark_low: float = 0.90
+    checksum: str = "lazy"
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Answer to `reserve`: a status an item; for the PENDING-to-be-filled ones (``mine``) entry id and offset, in order."""
+
+    number: int
+    status: U8
+    mine: Mask
+    ids: I64
+    offsets: I64
+
+
+@dataclass(slots=True)
+class NamespaceState:
+    """A namespace in use: its text identity, its account, and which sessions have it open."""
+
+    digest: bytes
+    canonical: bytes
+    account: Account
+    sessions: dict[int, None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Monotonic counts since this boot."""
+
+    hits: int = 0
+    lookups: int = 0
+    notes: int = 0
+    removed: int = 0
+    corrupt: int = 0
+    flushes: int = 0
+    sums: int = 0
+
+
+class Pool:
+    """One node's pool.
+
+    ``table`` is the index, ``rows`` the segment's namespace table, ``counter`` its word for the last namespace number given out.
+    """
+
+    def __init__(
+        self, table: IndexWriter, rows: U64, counter: U64, capacity_bytes: int, limits: Limits, *, eviction: str, admission: str
+    ) -> None:
+        self.table = table
+        self.rows = rows
+        self.limits = limits
+        self.eviction, self.admission_name = eviction, admission
+        self.objects = Objects(table, Allocator(capacity_bytes), find(EVICTION, eviction)(len(table.entries)))
+        self.admission: AdmissionPolicy = find(ADMISSION, admission)(len(table.entries))
+        self.room = Room(self.objects, Watermarks(limits.watermark_high, limits.watermark_low))
+        self.leases = Leases(
+            self.objects,
+            seconds_max=limits.lease_seconds_max,
+            bytes_max=int(limits.lease_share * self.objects.allocator.capacity_bytes),
+        )
+        self.writes = Writes(self.objects)
+        self.namespaces: dict[int, NamespaceState] = {}  # by row
+        self.by_digest: dict[bytes, NamespaceState] = {}
+        self.counters = Counters()
+        self._doomed: list[I64] = []  # ids of flushed namespaces, still to be removed
+        self._unsummed: deque[tuple[I64, U64]] = deque()
+        self._counter = counter
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.objects!r}, {len(self.namespaces)} namespaces>"
+
+    # -- a former life ------------------------------------------------------------------------------------------------------------------
+
+    def adopt(self, now: float) -> dict[int, int]:
+        """Take over what is in the segment. Sessions with unfinished writes, and how many objects: the shell must say when they are gone.
+
+        SegmentError if the entries contradict each other; then the segment is of no use.
+        """
+        for row in np.flatnonzero(self.rows[:, 0]).tolist():
+            words = self.rows[row]
+            number, object_bytes, quota, length = (int(word) for word in words[:4])
+            digest, text = words[8:12].tobytes(), words[12:].tobytes()[:length]
+            self._enter(NamespaceState(digest, text, Account(row, number, object_bytes, quota)))
+        by_number = {state.account.number: state.account for state in self.namespaces.values()}
+        for ids, reserved in ((self.table.committed(), False), (self.table.reserved(), True)):
+            places = self.table.entries[ids, W_PLACE]
+            for place in np.unique(places).tolist():
+                part, size = ids[places == place], place >> 32
+                account = by_number.get(place & 0xFFFF_FFFF)
+                if account is not None and account.object_bytes == size:
+                    self.objects.adopt(account, part, reserved=reserved)
+                elif reserved:  # its namespace was flushed, but its writer may still be at it
+                    self.objects.adopt(self._limbo(size), part, reserved=True)
+                else:
+                    self.table.forget(part)
+        self.objects.settle(now)
+        live = self.objects.live_ids()
+        assert self.table.rebuild(live).all(), "the index has no place for what it held before"
+        self._tell_policy(now, live)
+        self._queue_sums(live[self.table.entries[live, W_SUM] == 0])
+        orphans = np.flatnonzero(self.objects.state == ORPHAN)
+        owner_of = self.table.entries[orphans, W_SUM].astype(np.int64)
+        owners = {int(owner): orphans[owner_of == owner] for owner in np.unique(owner_of).tolist()}
+        for owner, part in owners.items():
+            self.writes.adopt(now, owner, self._limbo(0), part)
+        return {owner: len(part) for owner, part in owners.items()}
+
+    def _limbo(self, size: int) -> Account:
+        """An account for memory of a namespace that is no more, by object size."""
+        for row, account in self.objects.accounts.items():
+            if row < 0 and account.object_bytes == size:
+                return account
+        account = Account(-1 - len(self.objects.accounts), 0, size)
+        self.objects.accounts[account.row] = account
+        return account
+
+    def _tell_policy(self, now: float, live: I64) -> None:
+        """Give a fresh policy all objects, the longest unused first."""
+        order = live[np.argsort(self.objects.accessed_at[live], kind="stable")]
+        rows = self.table.entries[order]
+        prints = hashes(rows[:, :4], rows[:, 4] & np.uint64(0xFFFF_FFFF), self.table.seed)
+        for start in range(0, len(order), 65536):
+            part = slice(start, start + 65536)
+            ids = order[part].astype(np.int32)
+            self.objects.policy.on_inserted(Inserted(now, ids, np.full(len(ids), -1, np.int32), prints[part]))
+
+    # -- namespaces --------------------------------------------------------------------------------------------------------------------
+
+    def open_namespace(self, session: int, digest: bytes, canonical: bytes, object_bytes: int) -> Account:
+        """The account of this identity, made if it is new; it stays in the table while a session has it open or it holds objects."""
+        if len(canonical) > (self.rows.shape[1] - 12) * 8:
+            raise InvalidRequest(f"the namespace's identity takes {len(canonical)} bytes", field="namespace", example="shorter names")
+        state = self.by_digest.get(digest)
+        if state is None:
+            row = self._free_row()
+            state = NamespaceState(digest, canonical, Account(row, self._number(), object_bytes))
+            words = self.rows[row]
+            words[1:4] = (object_bytes, 0, len(canonical))
+            words[8:12] = np.frombuffer(digest, np.uint64)
+            words[12:] = 0
+            words[12:].view(np.uint8)[: len(canonical)] = np.frombuffer(canonical, np.uint8)
+            words[0] = state.account.number  # last: a row with a number is complete
+            self._enter(state)
+        if state.account.object_bytes != object_bytes:
+            raise InvalidRequest(f"objects of this namespace have {state.account.object_bytes} bytes, not {object_bytes}", field="layout")
+        state.sessions[session] = None
+        return state.account
+
+    def find_namespace(self, row: int) -> NamespaceState:
+        """By row. NotFound if there is none."""
+        state = self.namespaces.get(row)
+        if state is None:
+            raise NotFound(f"no namespace {row}", field="namespace", example=str(next(iter(self.namespaces), 0)))
+        return state
+
+    def set_quota(self, row: int, quota_bytes: int) -> None:
+        """Limit a namespace to this many bytes; 0 is no limit. What is above goes by and by."""
+        account = self.find_namespace(row).account
+        account.quota_bytes = quota_bytes
+        self.rows[row, 2] = quota_bytes
+
+    def flush(self, row: int) -> int:
+        """Everything of a namespace is gone from now on, writes on their way included; how many objects."""
+        account = self.find_namespace(row).account
+        account.number = self._number()
+        self.rows[row, 0] = account.number
+        doomed = self.objects.live_ids(row)
+        self._doomed.append(doomed)
+        self.counters.flushes += 1
+        return len(doomed)
+
+    def _enter(self, state: NamespaceState) -> None:
+        self.namespaces[state.account.row] = self.by_digest[state.digest] = state
+        self.objects.accounts[state.account.row] = state.account
+
+    def _free_row(self) -> int:
+        free = np.flatnonzero(self.rows[:, 0] == 0)
+        if len(free):
+            return int(free[0])
+        for row, state in self.namespaces.items():
+            if not state.sessions and not state.account.held_bytes and not state.account.quota_bytes:
+                del self.namespaces[row], self.by_digest[state.digest], self.objects.accounts[row]
+                self.rows[row, 0] = 0
+                return row
+        raise LimitReached(f"{len(self.namespaces)} namespaces are in use, which is the limit", field="namespaces_max")
+
+    def _number(self) -> int:
+        self._counter[0] += np.uint64(1)
+        return int(self._counter[0])
+
+    # -- writes ------------------------------------------------------------------------------------------------------------------------
+
+    def reserve(self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float) -> Reserved:
+        """Room for those of these keys that are neither stored nor being written. ``parent`` is the key before the first, or empty."""
+        account = self.find_namespace(row).account
+        words, place = key_words(keys), place_word(account.number, account.object_bytes)
+        found = self.table.find(words, account.number, place)
+        status = np.where(found.hit, WriteStatus.EXISTS, WriteStatus.PENDING).astype(np.uint8)
+        names = [key.tobytes() for key in keys]
+        mine = self._first_of_absent(account, found.hit, names)
+        prints = hashes(words, np.uint64(account.number), self.table.seed)
+        if mine.any():
+            declined = np.flatnonzero(mine)[~self.admission.admit(now, prints[mine], fill=self._fill())]
+            status[declined] = WriteStatus.NOT_ADMITTED
+            mine[declined] = False
+        wanted = np.flatnonzero(mine)
+        offsets, reason = self.room.make_room(now, account, len(wanted)) if len(wanted) else (np.empty(0, np.int64), WriteStatus.STORED)
+        status[wanted[len(offsets) :]] = reason
+        mine[wanted[len(offsets) :]] = False
+        self._count_refused(account, status)
+        if not len(offsets):
+            return Reserved(0, status, mine, np.empty(0, np.int64), offsets)
+        chosen = wanted[: len(offsets)]
+        ids = self.objects.reserve(account, words[chosen], place, offsets, session)
+        parents = self._parents(account, found.hit, found.ids, chosen, ids, parent, place)
+        limit = min(seconds or self.limits.reservation_seconds, self.limits.reservation_seconds)
+        made = self.writes.start(now, session, account, ids, [names[i] for i in chosen.tolist()], parents, prints[chosen], limit)
+        return Reserved(made.number, status, mine, ids, offsets)
+
+    def commit(self, now: float, session: int, number: int, filled: Mask, sums: U64 | None) -> U8:
+        """End a reservation: show what was filled. One status per item, in the order of its ids."""
+        made = self.writes.open.get(number)
+        if made is not None and len(filled) != len(made.ids):
+            raise InvalidRequest(f"{len(filled)} items, the reservation has {len(made.ids)}", field="filled")
+        status = self.writes.finish(now, session, number, filled, sums)
+        if made is not None:
+            self._count_refused(made.account, status)
+            if sums is None:
+                self._queue_sums(made.ids[status == WriteStatus.STORED])
+        return status
+
+    def _first_of_absent(self, account: Account, hit: Mask, names: list[bytes]) -> Mask:
+        """Keys to write: not stored, not in flight, and the first of their kind in the batch."""
+        mine = ~hit
+        seen: set[bytes] = set()
+        in_flight, number = self.writes.in_flight, account.number
+        for i in np.flatnonzero(mine).tolist():
+            name = names[i]
+            if name in seen or (number, name) in in_flight:
+                mine[i] = False
+            seen.add(name)
+        return mine
+
+    def _parents(self, account: Account, hit: Mask, known: I64, chosen: I64, ids: I64, parent: bytes, place: np.uint64) -> I64:
+        """Entry id of the page before each written one, -1 where it is not stored."""
+        entry = np.where(hit, known, -1)
+        entry[chosen] = ids
+        before = np.r_[-1, entry[:-1]]
+        if parent:
+            found = self.table.find(key_words(np.frombuffer(parent, np.uint8)), account.number, place)
+            before[0] = found.ids[0] if found.hit[0] else -1
+        parents: I64 = before[chosen]
+        return parents
+
+    def _fill(self) -> float:
+        return self.objects.allocated_bytes() / max(1, self.objects.allocator.capacity_bytes)
+
+    def _count_refused(self, account: Account, status: U8) -> None:
+        if (refused := status[status >= 16]).size:
+            for value, count in zip(*np.unique(refused, return_counts=True), strict=True):
+                code = WriteStatus(int(value)).code
+                account.refused[code] = account.refused.get(code, 0) + int(count)
+
+    # -- reads -------------------------------------------------------------------------------------------------------------------------
+
+    def lease(self, now: float, session: int, ids: I64, versions: U64, seconds: float) -> tuple[Lease, Mask]:
+        """Pin exact versions until released or over. Ids out of range are not held, like any that changed."""
+        good = (ids >= 0) & (ids < self.objects.capacity)
+        lease, held = self.leases.grant(
+            now, session, np.where(good, ids, 0), np.where(good, versions, 0), seconds or self.limits.lease_seconds
+        )
+        return lease, held & good
+
+    def note(self, now: float, row: int, keys: U8) -> None:
+        """A request asked for these keys: the access history."""
+        state = self.namespaces.get(row)
+        if state is None:
+            return
+        account = state.account
+        words = key_words(keys)
+        found = self.table.find(words, account.number, place_word(account.number, account.object_bytes))
+        prints = hashes(words, np.uint64(account.number), self.table.seed)
+        ids = np.where(found.hit, found.ids, -1)
+        request = Request(now, ids.astype(np.int32), prints)
+        self.objects.request(request)
+        self.admission.on_request(request)
+        self.counters.notes += 1
+        self.counters.lookups += len(keys)
+        self.counters.hits += int(np.count_nonzero(found.hit))
+
+    def pin(self, now: float, session: int, row: int, keys: U8, seconds: float, note: str) -> Pin:
+        """Pin what is stored of these keys, for a session or (0) for an operator; without seconds until taken back."""
+        account = self.find_namespace(row).account
+        found = self.table.find(key_words(keys), account.number, place_word(account.number, account.object_bytes))
+        return self.leases.pin(now, session, found.ids[found.hit], seconds, note)
+
+    def versions(self, ids: I64, versions: U64) -> Mask:
+        """Which of these are still live at this version."""
+        good = (ids >= 0) & (ids < self.objects.capacity) & (versions != 0) & (versions & np.uint64(1) == 0)
+        mask: Mask = good & (self.table.versions_of(np.where(good, ids, 0)) == versions)
+        return mask
+
+    # -- removal -----------------------------------------------------------------------------------------------------------------------
+
+    def remove(self, row: int, keys: U8) -> Mask:
+        """Make these keys invisible now; which of them were stored. Removing what is not there is no error."""
+        account = self.find_namespace(row).account
+        found = self.table.find(key_words(keys), account.number, place_word(account.number, account.object_bytes))
+        gone = np.unique(found.ids[found.hit])
+        self.objects.hide(gone, evicted=False)
+        self.counters.removed += len(gone)
+        return found.hit
+
+    def drop_corrupt(self, ids: I64, versions: U64) -> int:
+        """Objects whose bytes do not match their checksum: gone, and counted."""
+        gone = np.unique(ids[self.versions(ids, versions)])
+        self.objects.hide(gone, evicted=False)
+        self.counters.corrupt += len(gone)
+        return len(gone)
+
+    def evict(self, now: float, size_bytes: int, *, row: int = -1, dry_run: bool) -> I64:
+        """Free this many bytes by the policy's choice, or say what would go; the ids. Bounded: call again for more."""
+        ids = self.room.preview(now, size_bytes, row=row)
+        if not dry_run:
+            self.objects.hide(ids, evicted=True)
+        return ids
+
+    # -- checksums ---------------------------------------------------------------------------------------------------------------------
+
+    def _queue_sums(self, ids: I64) -> None:
+        if len(ids) and self.limits.checksum != "off":
+            self._unsummed.append((ids, self.table.versions_of(ids)))
+
+    def next_unsummed(self) -> tuple[I64, U64] | None:
+        """The batch of objects (ids, versions) that has waited longest for its checksums, taken off the queue; None if there is none."""
+        return self._unsummed.popleft() if self._unsummed else None
+
+    @property
+    def unsummed_batches(self) -> int:
+        """Batches that wait for checksums."""
+        return len(self._unsummed)
+
+    def set_sums(self, ids: I64, versions: U64, sums: U64) -> Mask:
+        """Enter checksums for those that are still the same object; which."""
+        same = self.versions(ids, versions)
+        self.table.entries[ids[same], W_SUM] = sums[same]
+        self.counters.sums += int(np.count_nonzero(same))
+        return same
+
+    # -- policies ----------------------------------------------------------------------------------------------------------------------
+
+    def swap_eviction(self, now: float, name: str) -> None:
+        """Another eviction policy from now on; it is given all objects, longest unused first."""
+        policy = find(EVICTION, name)(self.objects.capacity)
+        self.objects.policy = policy
+        self.eviction = name
+        self._tell_policy(now, self.objects.live_ids())
+
+    def swap_admission(self, name: str) -> None:
+        """Another admission policy from now on."""
+        self.admission = find(ADMISSION, name)(self.objects.capacity)
+        self.admission_name = name
+
+    # -- sessions and time -------------------------------------------------------------------------------------------------------------
+
+    def connection_closed(self, session: int, *, gone: bool) -> bool:
+        """The session's connection closed; with ``gone`` its process is dead. True if memory still waits for its writer."""
+        self.leases.end_session(session)
+        for state in self.namespaces.values():
+            state.sessions.pop(session, None)
+        if gone:
+            self.writes.end_session(session)
+        else:
+            self.writes.orphan_session(session)
+        return session in self.writes.by_session
+
+    def writer_gone(self, session: int) -> None:
+        """The process of a closed session is dead, or has said that it is not writing any more."""
+        self.writes.end_session(session)
+
+    def tick(self, now: float) -> bool:
+        """Let time pass: leases and reservations end, a slice of eviction and of flushed objects. True if there is more to do at once."""
+        self.leases.expire(now)
+        self.writes.expire(now)
+        busy = False
+        if self._doomed:
+            part, rest = self._doomed[-1][:DOOMED_SLICE], self._doomed.pop()[DOOMED_SLICE:]
+            self._remove_stale(part)
+            if len(rest):
+                self._doomed.append(rest)
+            busy = True
+        for account in self.objects.accounts.values():
+            if 0 < account.quota_bytes < account.held_bytes and account.live_keys:
+                busy |= self.room.shrink(now, account) > 0
+        return self.room.evict_slice(now) > 0 or busy
+
+    def _remove_stale(self, ids: I64) -> None:
+        """Of these ids, those that still are objects of a namespace number that is no more."""
+        live = ids[self.objects.state[ids] == LIVE]
+        numbers = (self.table.entries[live, 4] & np.uint64(0xFFFF_FFFF)).astype(np.int64)
+        current = np.array([self.objects.accounts[row].number for row in self.objects.row[live].tolist()], np.int64)
+        self.objects.hide(live[numbers != current], evicted=False)
+
+    def check(self) -> None:
+        """All invariants: slow."""
+        self.objects.check()
+        self.leases.check()
+        self.writes.check()
+        self.table.check()
+        reserved = np.flatnonzero((self.objects.state == RESERVED) | (self.objects.state == ORPHAN))
+        assert np.array_equal(reserved, self.table.reserved()), "reserved entries differ"
+
+
+__all__ = ["Counters", "Limits", "NamespaceState", "Pin", "Pool", "Reservation", "Reserved"]

@@ -1,0 +1,210 @@
+"""Making room: which objects go so that new ones fit, in bytes, in keys, in one piece, and within a quota.
+
+Theory of operation. `make_room` returns memory for up to `count` objects of one namespace and, if that is fewer, the reason for the rest.
+It evicts in the policy's order, two passes: first without what was committed in the last second (a page just acknowledged is not taken
+while anything else can go), then all that is neither leased nor pinned. If bytes suffice but lie scattered, or the victims are much
+smaller than the object, it evicts a *window*: the run of neighbours that costs the fewest bytes, near the policy's first victim if there is
+one there, else anywhere. So a put is refused only if what is leased, pinned or being written really leaves no room.
+
+`evict_slice` works ahead of need, from the high watermark down to the low one, a bounded number of objects a call.
+
+Cost: evicting k objects is a few vectorised passes over k; a window is a pass over the offsets (1 ms for 1 M objects), plus a sort when
+only a search of the whole segment helps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from umbp.core.allocator import PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, granule, rounded
+from umbp.core.objects import FREE, LIVE, Account, Objects
+from umbp.types import I32, I64, Mask, WriteStatus
+
+GRACE_SECONDS = 1.0
+WINDOW_SPAN = 16  # a window is first looked for within this many sizes of the policy's victim
+SMALLER = 4  # victims this many times smaller than the object are not worth freeing one by one
+VICTIMS_MAX = 4096  # asked of a policy at once
+SLICE_KEYS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Watermarks:
+    """Shares of the pool, 0 to 1: eviction ahead of need starts above ``high`` and ends at ``low``."""
+
+    high: float
+    low: float
+
+
+class Room:
+    """Eviction for one pool's objects."""
+
+    def __init__(self, objects: Objects, watermarks: Watermarks) -> None:
+        self.objects = objects
+        self.watermarks = watermarks
+        self._draining = False
+
+    def __repr__(self) -> str:
+        return f"<Room {self.objects.allocated_bytes()} of {self.objects.allocator.capacity_bytes} bytes used>"
+
+    def make_room(self, now: float, account: Account, count: int) -> tuple[I64, WriteStatus]:
+        """Offsets for up to ``count`` new objects of this namespace; if fewer, why the others are refused."""
+        objects, size = self.objects, account.object_bytes
+        if rounded(size) > objects.allocator.capacity_bytes or 0 < account.quota_bytes < size:
+            return np.empty(0, np.int64), WriteStatus.TOO_LARGE
+        reason = WriteStatus.STORED
+        if account.quota_bytes:
+            spare = (account.quota_bytes - account.held_bytes) // size
+            if spare < count:
+                account.evicted_for_quota_keys += self._evict(now, count - spare, row=account.row)
+                spare = max(0, (account.quota_bytes - account.held_bytes) // size)
+                if spare < count:
+                    count, reason = spare, WriteStatus.OVER_QUOTA
+        if objects.free_ids < count:
+            self._evict(now, count - objects.free_ids)
+            if objects.free_ids < count:
+                count, reason = objects.free_ids, WriteStatus.KEY_LIMIT
+        offsets = objects.allocator.allocate(size, count)
+        while len(offsets) < count:
+            if not self._free_some(now, size, count - len(offsets), offsets):
+                reason = WriteStatus.ALL_LEASED if objects.evictable == 0 else WriteStatus.FRAGMENTED
+                break
+            more = objects.allocator.allocate(size, min(count - len(offsets), objects.free_ids - len(offsets)))
+            offsets = np.concatenate([offsets, more])
+        return offsets, reason
+
+    def evict_slice(self, now: float) -> int:
+        """Evict a bounded number of objects if the pool is above its watermarks; how many went. Call again while it is not zero."""
+        objects, capacity = self.objects, self.objects.allocator.capacity_bytes
+        used = max(objects.allocated_bytes() / max(1, capacity), 1 - objects.free_ids / objects.capacity)
+        if used > self.watermarks.high:
+            self._draining = True
+        elif used <= self.watermarks.low:
+            self._draining = False
+        if not self._draining:
+            return 0
+        excess_keys = objects.capacity - objects.free_ids - int(self.watermarks.low * objects.capacity)
+        excess_bytes = objects.allocated_bytes() - int(self.watermarks.low * capacity)
+        victims = objects.policy.victims(self._eligible(now, grace=True), SLICE_KEYS).astype(np.int64)
+        enough = np.cumsum(objects.size[victims]) - objects.size[victims] < excess_bytes
+        enough |= np.arange(len(victims)) < excess_keys
+        objects.hide(victims[enough], evicted=True)
+        self._draining = bool(enough.any())
+        return int(np.count_nonzero(enough))
+
+    def shrink(self, now: float, account: Account) -> int:
+        """Evict a slice of a namespace that is above its quota; how many objects went."""
+        excess = -(-(account.held_bytes - account.quota_bytes) // account.object_bytes)
+        gone = self._evict(now, min(excess, SLICE_KEYS), row=account.row)
+        account.evicted_for_quota_keys += gone
+        return gone
+
+    def preview(self, now: float, size_bytes: int, *, row: int = -1) -> I64:
+        """Which objects would go, first to go first, to free this many bytes. A peek."""
+        return self._victims(now, size_bytes, VICTIMS_MAX, row=row)
+
+    def _eligible(self, now: float, *, grace: bool, row: int = -1) -> Eligibility:
+        return Eligibility(self.objects, now - GRACE_SECONDS if grace else np.inf, row)
+
+    def _victims(self, now: float, size_bytes: float, count: int, *, row: int = -1) -> I64:
+        """Ids in the policy's order, as many as cover the bytes, at most ``count``."""
+        objects = self.objects
+        if objects.evictable == 0:
+            return np.empty(0, np.int64)
+        count = min(count, VICTIMS_MAX)
+        victims = objects.policy.victims(self._eligible(now, grace=True, row=row), count)
+        if not len(victims):
+            victims = objects.policy.victims(self._eligible(now, grace=False, row=row), count)
+        ids = victims.astype(np.int64)
+        if not np.isinf(size_bytes):
+            sizes = objects.size[ids]
+            ids = ids[np.cumsum(sizes) - sizes < size_bytes]
+        return ids
+
+    def _evict(self, now: float, keys: int, *, row: int = -1) -> int:
+        """Evict this many objects, or as many as can go."""
+        gone = 0
+        while gone < keys:
+            victims = self._victims(now, np.inf, keys - gone, row=row)
+            if not len(victims):
+                break
+            self.objects.hide(victims, evicted=True)
+            gone += len(victims)
+        return gone
+
+    def _free_some(self, now: float, size: int, count: int, taken: I64) -> bool:
+        """One step towards room for ``count`` objects of ``size``: True if something was freed that can help.
+
+        ``taken`` are offsets of such objects that are allocated already and belong to no entry yet.
+        """
+        objects = self.objects
+        if objects.evictable == 0:
+            return False
+        need = rounded(size) * count
+        average = max(1, objects.used_bytes // max(1, objects.capacity - objects.free_ids))
+        missing = max(rounded(size), need - objects.allocator.free_bytes)
+        victims = self._victims(now, missing, -(-missing // average) + 8)
+        if not len(victims):
+            return False
+        scattered = objects.allocator.free_bytes >= need or objects.size[victims[0]] * SMALLER < size
+        if scattered:
+            window = self._window(size, int(objects.offset[victims[0]]), taken)
+            if window is None:
+                return False
+            victims = window
+        objects.hide(victims, evicted=True)
+        return True
+
+    def _window(self, size: int, near: int, taken: I64) -> I64 | None:
+        """The objects to evict for one run of ``size``: the cheapest window near an offset, else anywhere. None if there is no window."""
+        capacity, span = self.objects.allocator.capacity_bytes, WINDOW_SPAN * rounded(size)
+        low, high = max(0, near - span), min(capacity, near + span)
+        found = self._window_within(size, low, high, taken)
+        if found is None and (low, high) != (0, capacity):
+            found = self._window_within(size, 0, capacity, taken)
+        return found
+
+    def _window_within(self, size: int, low: int, high: int, taken: I64) -> I64 | None:
+        objects = self.objects
+        length, unit = rounded(size), granule(size)
+        held = np.flatnonzero((objects.state != FREE) & (objects.offset < high))
+        units = np.where(objects.size[held] < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
+        starts = np.r_[objects.offset[held], taken]
+        ends = np.r_[objects.offset[held] + -(-objects.size[held] // units) * units, taken + length]
+        blocked = np.r_[~self._eligible(0.0, grace=False)(held.astype(np.int32)), np.ones(len(taken), bool)]
+        order = np.argsort(starts)
+        order = order[(ends[order] > low) & (starts[order] < high)]
+        ids, starts, ends, blocked = np.r_[held, np.full(len(taken), -1)][order], starts[order], ends[order], blocked[order]
+        blocked_before = np.r_[0, np.cumsum(blocked)]
+        bytes_before = np.r_[0, np.cumsum(ends - starts)]
+        candidates = np.unique(-(-np.r_[low, ends] // unit) * unit)
+        candidates = candidates[candidates + length <= high]
+        first = np.searchsorted(ends, candidates, side="right")
+        last = np.searchsorted(starts, candidates + length, side="left")
+        free_of_blocks = blocked_before[last] == blocked_before[first]
+        if not free_of_blocks.any():
+            return None
+        cost = np.where(free_of_blocks, bytes_before[last] - bytes_before[first], np.iinfo(np.int64).max)
+        best = int(cost.argmin())
+        window: I64 = ids[first[best] : last[best]]
+        assert len(window), "a run that is long enough is free, and the allocator did not find it"
+        return window
+
+
+@dataclass(frozen=True, slots=True)
+class Eligibility:
+    """Which ids may be evicted: live, neither leased nor pinned, committed before a time, and of a namespace if one is named."""
+
+    objects: Objects
+    committed_before: float
+    row: int
+
+    def __call__(self, ids: I32) -> Mask:
+        objects = self.objects
+        mask: Mask = (objects.state[ids] == LIVE) & (objects.leases[ids] == 0) & (objects.pins[ids] == 0)
+        if self.row >= 0:
+            mask &= objects.row[ids] == self.row
+        if np.isfinite(self.committed_before):
+            mask &= objects.committed_at[ids] < self.committed_before
+        return mask

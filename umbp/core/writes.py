@@ -1,0 +1,152 @@
+"""Reservations: memory that clients are filling, and the keys that are on their way.
+
+A reservation belongs to a session, has a time limit, and ends by one commit, which says what was filled; the rest is given back. At its
+limit, or when its session's connection closes while the process lives, its objects become orphans: the keys are free for other writers at
+once, the memory is not reused until the writer says that it has let go (by its late commit, or on its next connection) or is dead.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from umbp.core.objects import ORPHAN, RESERVED, Account, Objects
+from umbp.types import I64, U8, U64, Mask, WriteStatus
+
+RESERVATIONS_PER_SESSION_MAX = 256
+
+
+@dataclass(slots=True)
+class Reservation:
+    """One batch being written: entry ids with their keys, in the caller's order. ``expired`` once its time was over."""
+
+    number: int
+    session: int
+    account: Account
+    namespace: int  # the namespace's number when it was made: a flush changes it
+    ids: I64
+    keys: list[bytes]
+    parents: I64
+    fingerprints: U64
+    expires: float
+    expired: bool = False
+
+
+class Writes:
+    """All reservations of one pool."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+        self.open: dict[int, Reservation] = {}
+        self.by_session: dict[int, set[int]] = {}
+        self.in_flight: dict[tuple[int, bytes], int] = {}  # (namespace number, key) -> entry id that is being filled
+        self.expired = 0
+        self._next = 1
+        self._deadlines: list[tuple[float, int]] = []
+
+    def __repr__(self) -> str:
+        return f"<Writes {len(self.open)} reservations, {len(self.in_flight)} keys in flight>"
+
+    def start(
+        self,
+        now: float,
+        session: int,
+        account: Account,
+        ids: I64,
+        keys: list[bytes],
+        parents: I64,
+        fingerprints: U64,
+        seconds: float,
+    ) -> Reservation:
+        """Enter a reservation for entries that `Objects.reserve` took."""
+        made = Reservation(self._next, session, account, account.number, ids, keys, parents, fingerprints, now + seconds)
+        self._next += 1
+        self.open[made.number] = made
+        self.by_session.setdefault(session, set()).add(made.number)
+        self.in_flight.update(zip(((account.number, key) for key in keys), ids.tolist(), strict=True))
+        heapq.heappush(self._deadlines, (made.expires, made.number))
+        return made
+
+    def finish(self, now: float, session: int, number: int, filled: Mask, sums: U64 | None) -> U8:
+        """Commit what was filled and give the rest back. One status per item: stored, or refused with the reason."""
+        made = self.open.get(number)
+        if made is None or made.session != session:
+            return np.full(len(filled), WriteStatus.EXPIRED, np.uint8)
+        assert len(filled) == len(made.ids)
+        self._drop(made)
+        status = np.full(len(filled), WriteStatus.STORED, np.uint8)
+        if made.expired:
+            status[:] = WriteStatus.EXPIRED
+        elif made.account.number != made.namespace:
+            status[:] = WriteStatus.FLUSHED
+        status[~filled & (status == WriteStatus.STORED)] = WriteStatus.UNAVAILABLE
+        good = status == WriteStatus.STORED
+        if good.any():
+            ids, parents = made.ids[good], made.parents[good]
+            shown = self.objects.publish(now, ids, None if sums is None else sums[good], parents, made.fingerprints[good])
+            if not shown.all():
+                status[np.flatnonzero(good)[~shown]] = WriteStatus.KEY_LIMIT
+                good = status == WriteStatus.STORED
+        self.objects.abandon(made.ids[~good])
+        return status
+
+    def adopt(self, now: float, session: int, account: Account, ids: I64) -> None:
+        """Orphans that a session of a former boot left: they end with it."""
+        none = np.empty(0, np.int64)
+        made = Reservation(self._next, session, account, account.number, ids, [], none, none.view(np.uint64), now, expired=True)
+        self._next += 1
+        self.open[made.number] = made
+        self.by_session.setdefault(session, set()).add(made.number)
+
+    def expire(self, now: float) -> int:
+        """Orphan what is over its time; how many reservations."""
+        count = 0
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = heapq.heappop(self._deadlines)
+            made = self.open.get(number)
+            if made is not None and not made.expired:
+                self._orphan(made)
+                count += 1
+        self.expired += count
+        return count
+
+    def orphan_session(self, session: int) -> None:
+        """The session's connection is gone but its process may live: free the keys, keep the memory."""
+        for number in self.by_session.get(session, ()):
+            if not self.open[number].expired:
+                self._orphan(self.open[number])
+
+    def end_session(self, session: int) -> None:
+        """The writer is dead or has let go: give everything back."""
+        for number in list(self.by_session.get(session, ())):
+            made = self.open[number]
+            self._drop(made)
+            self.objects.abandon(made.ids)
+
+    def check(self) -> None:
+        """In-flight keys are those of open reservations that are not expired, and their entries are in the right state."""
+        expected: dict[tuple[int, bytes], int] = {}
+        for made in self.open.values():
+            expected.update({} if made.expired else zip(((made.namespace, key) for key in made.keys), made.ids.tolist(), strict=True))
+            assert (self.objects.state[made.ids] == (ORPHAN if made.expired else RESERVED)).all()
+        assert expected == self.in_flight
+
+    def _orphan(self, made: Reservation) -> None:
+        self._clear_keys(made)
+        made.expired = True
+        self.objects.orphan(made.ids)
+
+    def _drop(self, made: Reservation) -> None:
+        if not made.expired:
+            self._clear_keys(made)
+        del self.open[made.number]
+        held = self.by_session[made.session]
+        held.discard(made.number)
+        if not held:
+            del self.by_session[made.session]
+
+    def _clear_keys(self, made: Reservation) -> None:
+        for key in made.keys:
+            del self.in_flight[made.namespace, key]

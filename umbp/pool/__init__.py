@@ -1,0 +1,1 @@
+"""The pool process: `python -m umbp.pool`."""

@@ -1,0 +1,498 @@
+"""What the pool's REST answers: one Struct each, and how it is filled from the pool's state."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from umbp.admin.api import Document
+from umbp.core.leases import Pin
+from umbp.core.objects import LIVE, ORPHAN, RESERVED, ZOMBIE
+from umbp.core.pool import NamespaceState, Pool
+from umbp.policies.base import names
+from umbp.pool.node import Node, SessionFacts, State
+from umbp.store.index import W_SUM, W_VERSION, key_words
+from umbp.types import I64
+
+STATUS_NAMESPACES_MAX = 100  # the largest ones; /v1/namespaces has them all
+SHORT_DIGEST_CHARS = 12
+
+
+def release() -> str:
+    """Version of the installed package; "unknown" where it is run from a bare checkout."""
+    try:
+        return version("umbp")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+# -- health ------------------------------------------------------------------------------------------------------------------------
+
+
+class Health(Document, frozen=True):
+    """Whether this process should be left alone or replaced."""
+
+    healthy: bool
+    reasons: list[str]
+
+
+class Readiness(Document, frozen=True):
+    """Whether requests should be sent here, and what is not as it was asked for."""
+
+    state: State
+    ready: bool
+    reasons: list[str]
+    warnings: list[str]
+
+
+class Links(Document, frozen=True):
+    """Where to go from here."""
+
+    name: str
+    links: dict[str, str]
+
+
+# -- namespaces --------------------------------------------------------------------------------------------------------------------
+
+
+class NamespaceDocument(Document, frozen=True):
+    """A namespace. ``row`` and any 8 or more digits of ``digest`` name it in paths; ``id`` is its label in metrics.
+
+    ``held_bytes`` are the bytes of its objects, those being written and those still leased after their removal included.
+    """
+
+    row: int
+    id: str
+    digest: str
+    identity: dict[str, Any]
+    object_bytes: int
+    quota_bytes: int
+    held_bytes: int
+    keys: int
+    stored_keys: int
+    evicted_keys: int
+    evicted_for_quota_keys: int
+    refused: dict[str, int]
+    sessions: int
+
+
+class Namespaces(Document, frozen=True):
+    """A part of all namespaces, by row."""
+
+    total: int
+    namespaces: list[NamespaceDocument]
+
+
+class Flushed(Document, frozen=True):
+    """``keys`` cannot be found any more; their memory comes back within a moment."""
+
+    row: int
+    keys: int
+
+
+def short(state: NamespaceState) -> str:
+    """First digits of the digest: short, the same over restarts, and no caller's text."""
+    return state.digest.hex()[:SHORT_DIGEST_CHARS]
+
+
+def namespace_document(state: NamespaceState) -> NamespaceDocument:
+    account = state.account
+    identity: dict[str, Any] = msgspec.json.decode(state.canonical)
+    if identity.get("salt") is not None:
+        identity["salt"] = "(set)"  # who knows the salt can ask for the tenant's pages
+    return NamespaceDocument(
+        row=account.row,
+        id=short(state),
+        digest=state.digest.hex(),
+        identity=identity,
+        object_bytes=account.object_bytes,
+        quota_bytes=account.quota_bytes,
+        held_bytes=account.held_bytes,
+        keys=account.live_keys,
+        stored_keys=account.stored_keys,
+        evicted_keys=account.evicted_keys,
+        evicted_for_quota_keys=account.evicted_for_quota_keys,
+        refused=dict(account.refused),
+        sessions=len(state.sessions),
+    )
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------------------
+
+
+class PolicyDocument(Document, frozen=True):
+    """The policy of one kind, and which could be chosen."""
+
+    kind: Literal["eviction", "admission"]
+    current: str
+    available: list[str]
+
+
+class Policies(Document, frozen=True):
+    """All kinds of policies."""
+
+    policies: list[PolicyDocument]
+
+
+class Bounds(Document, frozen=True):
+    """What the pool is limited to."""
+
+    keys: int
+    sessions: int
+    namespaces: int
+    leased_bytes: int
+    lease_seconds: float
+    lease_seconds_max: float
+    reservation_seconds: float
+    watermark_low: float
+    watermark_high: float
+    checksum: str
+
+
+class Counts(Document, frozen=True):
+    """Since this boot. ``hits`` of ``lookups`` are keys of the requests that clients noted."""
+
+    evicted_keys: int
+    evicted_bytes: int
+    removed_keys: int
+    corrupt_keys: int
+    flushes: int
+    noted_requests: int
+    lookups: int
+    hits: int
+    checksums: int
+    leases_lost: int
+    reservations_expired: int
+
+
+class NodeDocument(Document, frozen=True):
+    """A node and how full it is. All bytes are of the DRAM tier.
+
+    ``used_bytes`` are the objects', ``allocated_bytes`` what they take of the segment with rounding.
+    """
+
+    id: str
+    boot: int
+    state: State
+    http: str
+    socket: str
+    dram_bytes: int
+    capacity_bytes: int
+    used_bytes: int
+    allocated_bytes: int
+    keys: int
+
+
+class Nodes(Document, frozen=True):
+    """The nodes."""
+
+    total: int
+    nodes: list[NodeDocument]
+
+
+class Cluster(Document, frozen=True):
+    """Sums over the nodes."""
+
+    nodes: int
+    ready: int
+    capacity_bytes: int
+    used_bytes: int
+    allocated_bytes: int
+    keys: int
+
+
+class Status(Document, frozen=True):
+    """All about this pool at one moment. Objects ``removed_but_leased`` and ``abandoned`` keep their memory though nobody finds them."""
+
+    name: str
+    version: str
+    boot: int
+    state: State
+    uptime_seconds: float
+    socket: str
+    http: str
+    unhealthy: list[str]
+    warnings: list[str]
+    dram_bytes: int
+    capacity_bytes: int
+    used_bytes: int
+    allocated_bytes: int
+    free_bytes: int
+    free_runs: int
+    largest_free_run_bytes: int
+    leased_bytes: int
+    keys: int
+    evictable_keys: int
+    being_written: int
+    removed_but_leased: int
+    abandoned: int
+    unsummed_batches: int
+    sessions: int
+    leases: int
+    reservations: int
+    pins: int
+    limits: Bounds
+    counters: Counts
+    eviction: str
+    admission: str
+    namespaces_total: int
+    namespaces: list[NamespaceDocument]
+
+
+def node_document(node: Node) -> NodeDocument:
+    objects = node.pool.objects
+    return NodeDocument(
+        id=node.name,
+        boot=node.boot,
+        state=node.state,
+        http=str(node.http),
+        socket=node.socket,
+        dram_bytes=node.dram_bytes,
+        capacity_bytes=objects.allocator.capacity_bytes,
+        used_bytes=objects.used_bytes,
+        allocated_bytes=objects.allocated_bytes(),
+        keys=objects.counts[LIVE],
+    )
+
+
+def status_document(node: Node) -> Status:
+    """What ``/v1/status`` says, also for a session that asks."""
+    pool = node.pool
+    objects, space = pool.objects, pool.objects.allocator.statistics()
+    largest = heapq.nlargest(STATUS_NAMESPACES_MAX, pool.namespaces.values(), key=lambda state: state.account.held_bytes)
+    return Status(
+        name=node.name,
+        version=release(),
+        boot=node.boot,
+        state=node.state,
+        uptime_seconds=max(0.0, node.now() - node.started),
+        socket=node.socket,
+        http=str(node.http),
+        unhealthy=list(node.unhealthy),
+        warnings=list(node.warnings),
+        dram_bytes=node.dram_bytes,
+        capacity_bytes=space.capacity_bytes,
+        used_bytes=objects.used_bytes,
+        allocated_bytes=objects.allocated_bytes(),
+        free_bytes=space.free_bytes,
+        free_runs=space.free_runs,
+        largest_free_run_bytes=space.largest_run_bytes,
+        leased_bytes=objects.leased_bytes,
+        keys=objects.counts[LIVE],
+        evictable_keys=objects.evictable,
+        being_written=objects.counts[RESERVED],
+        removed_but_leased=objects.counts[ZOMBIE],
+        abandoned=objects.counts[ORPHAN],
+        unsummed_batches=pool.unsummed_batches,
+        sessions=len(node.sessions()),
+        leases=len(pool.leases.leases),
+        reservations=len(pool.writes.open),
+        pins=len(pool.leases.pins),
+        limits=_bounds(node),
+        counters=_counts(pool),
+        eviction=pool.eviction,
+        admission=pool.admission_name,
+        namespaces_total=len(pool.namespaces),
+        namespaces=[namespace_document(state) for state in largest],
+    )
+
+
+def _bounds(node: Node) -> Bounds:
+    pool, limits = node.pool, node.pool.limits
+    return Bounds(
+        keys=pool.objects.capacity,
+        sessions=node.config.sessions_max,
+        namespaces=len(pool.rows),
+        leased_bytes=pool.leases.bytes_max,
+        lease_seconds=limits.lease_seconds,
+        lease_seconds_max=limits.lease_seconds_max,
+        reservation_seconds=limits.reservation_seconds,
+        watermark_low=limits.watermark_low,
+        watermark_high=limits.watermark_high,
+        checksum=limits.checksum,
+    )
+
+
+def _counts(pool: Pool) -> Counts:
+    counters = pool.counters
+    return Counts(
+        evicted_keys=pool.objects.evicted_keys,
+        evicted_bytes=pool.objects.evicted_bytes,
+        removed_keys=counters.removed,
+        corrupt_keys=counters.corrupt,
+        flushes=counters.flushes,
+        noted_requests=counters.notes,
+        lookups=counters.lookups,
+        hits=counters.hits,
+        checksums=counters.sums,
+        leases_lost=pool.leases.lost,
+        reservations_expired=pool.writes.expired,
+    )
+
+
+def policy_document(pool: Pool, kind: Literal["eviction", "admission"]) -> PolicyDocument:
+    current = pool.eviction if kind == "eviction" else pool.admission_name
+    return PolicyDocument(kind=kind, current=current, available=names(kind))
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------------------
+
+
+class Location(Document, frozen=True):
+    """One copy of an object. ``idle_seconds`` since it was last asked for, ``hits`` since it was stored."""
+
+    node: str
+    tier: Literal["dram"]
+    bytes: int
+    version: int
+    leases: int
+    pins: int
+    age_seconds: float
+    idle_seconds: float
+    hits: int
+    checksum: bool
+
+
+class KeyDocument(Document, frozen=True):
+    """Where a key is."""
+
+    namespace: int
+    key: str
+    locations: list[Location]
+
+
+class Keys(Document, frozen=True):
+    """The same key in several namespaces, or several keys."""
+
+    keys: list[KeyDocument]
+
+
+class Removed(Document, frozen=True):
+    """How many keys were stored and are not any more."""
+
+    removed: int
+
+
+class Victim(Document, frozen=True):
+    """An object that went, or would."""
+
+    namespace: int
+    key: str
+    bytes: int
+
+
+class Evicted(Document, frozen=True):
+    """What went, or with ``dry_run`` would go first. ``complete``: as many bytes as were asked for."""
+
+    dry_run: bool
+    complete: bool
+    objects: int
+    bytes: int
+    first: list[Victim]
+
+
+def key_texts(pool: Pool, ids: I64) -> list[str]:
+    """Keys of entries as hex digits; also of ones hidden in this very moment."""
+    raw = np.ascontiguousarray(pool.table.entries[ids, :4]).tobytes()
+    return [raw[at : at + 32].hex() for at in range(0, len(raw), 32)]
+
+
+def words_of(key: str) -> Any:
+    """Key words of one key of 64 hex digits, (1, 4) uint64."""
+    return key_words(np.frombuffer(bytes.fromhex(key), np.uint8))
+
+
+def key_documents(node: Node, ids: I64) -> list[KeyDocument]:
+    """About live entries, in this order."""
+    pool, now = node.pool, node.now()
+    objects, entries = pool.objects, pool.table.entries
+    return [
+        KeyDocument(
+            namespace=int(objects.row[i]),
+            key=key,
+            locations=[
+                Location(
+                    node=node.name,
+                    tier="dram",
+                    bytes=int(objects.size[i]),
+                    version=int(entries[i, W_VERSION]),
+                    leases=int(objects.leases[i]),
+                    pins=int(objects.pins[i]),
+                    age_seconds=max(0.0, now - float(objects.committed_at[i])),
+                    idle_seconds=max(0.0, now - float(objects.accessed_at[i])),
+                    hits=int(objects.hits[i]),
+                    checksum=bool(entries[i, W_SUM]),
+                )
+            ],
+        )
+        for i, key in zip(ids.tolist(), key_texts(pool, ids), strict=True)
+    ]
+
+
+# -- pins and sessions -------------------------------------------------------------------------------------------------------------
+
+
+class PinDocument(Document, frozen=True):
+    """A pin. ``session`` 0 is an operator's; ``seconds_left`` is null where it stays until taken back."""
+
+    id: int
+    session: int
+    keys: int
+    note: str
+    seconds_left: float | None
+
+
+class Pins(Document, frozen=True):
+    """A part of all pins, the oldest first."""
+
+    total: int
+    pins: list[PinDocument]
+
+
+class Pinned(Document, frozen=True):
+    """A new pin, and the keys that were not stored and so are not pinned."""
+
+    pin: PinDocument
+    missing: list[str]
+
+
+class SessionDocument(Document, frozen=True):
+    """A client. One that is not connected still has memory that its process may write to."""
+
+    session: int
+    pid: int
+    client: str
+    connected: bool
+    age_seconds: float
+    leases: int
+    reservations: int
+
+
+class Sessions(Document, frozen=True):
+    """A part of all sessions."""
+
+    total: int
+    sessions: list[SessionDocument]
+
+
+def pin_document(pin: Pin, now: float) -> PinDocument:
+    left = None if math.isinf(pin.expires) else max(0.0, pin.expires - now)
+    return PinDocument(id=pin.number, session=pin.session, keys=len(pin.ids), note=pin.note, seconds_left=left)
+
+
+def session_document(node: Node, facts: SessionFacts) -> SessionDocument:
+    pool = node.pool
+    return SessionDocument(
+        session=facts.session,
+        pid=facts.pid,
+        client=facts.client,
+        connected=facts.connected,
+        age_seconds=max(0.0, node.now() - facts.opened),
+        leases=len(pool.leases.by_session.get(facts.session, ())),
+        reservations=len(pool.writes.by_session.get(facts.session, ())),
+    )

@@ -1,0 +1,168 @@
+"""Getting the DRAM slice at start: find or make the segment, place it, fault it in, and say what could not be had.
+
+Order, so that nothing is half done: the owner lock first (a live pool of this name refuses), then leftovers of dead pools go, then the
+segment of this name is attached if it is whole and of the size asked for, else made anew. A fall-back (no huge pages, no NUMA binding) is
+said once and is in ``/readyz``; too little memory is an error that says what was found.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import platform
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from umbp.config import PoolConfig
+from umbp.errors import ConfigError, SegmentError
+from umbp.grammar import format_size
+from umbp.machine import auto_dram
+from umbp.store import memory, segment
+from umbp.store.segment import Geometry, OwnerLock, Segment
+
+log = logging.getLogger("umbp.pool.dram")
+
+ENTRY_FOR_BYTES = 16384  # automatic key limit: one entry for this many bytes of DRAM,
+ENTRIES_SMALL_MAX = 65536  # but one for every 4 KiB up to this many,
+ENTRIES_MAX = 4 << 20  # and not more than this: 4 M entries are 0.4 GiB of index
+
+
+@dataclass(slots=True)
+class Dram:
+    """The slice of this pool: its lock, its segment, whether it was there before, and what could not be had."""
+
+    lock: OwnerLock
+    segment: Segment
+    attached: bool
+    fallbacks: list[str]
+
+    def close(self, *, release: bool) -> None:
+        """Unmap; with ``release`` the memory goes back to the system."""
+        path = self.segment.path
+        self.segment.close()
+        if release:
+            os.unlink(path)
+        self.lock.close(remove=release)
+
+
+def automatic_entries(dram_bytes: int) -> int:
+    """Key limit for a slice of this size, where none is configured."""
+    return max(1024, min(dram_bytes // 4096, ENTRIES_SMALL_MAX), min(dram_bytes // ENTRY_FOR_BYTES, ENTRIES_MAX))
+
+
+def acquire(config: PoolConfig, progress: Callable[[int, int], None]) -> Dram:
+    """Everything up to memory that is really there. Blocks: run it in a thread. ``progress`` gets bytes done and bytes in all."""
+    _check_platform()
+    if not os.path.isdir(config.shm_dir):
+        raise ConfigError(f"{config.shm_dir} is not a folder", field="shm_dir", example="/dev/shm")
+    lock = OwnerLock(config.shm_dir, config.name)
+    try:
+        _reclaim(config)
+        fallbacks: list[str] = list(config.warnings)
+        found = _attach(config)
+        attached = found is not None
+        if found is None:
+            dram = config.dram if config.dram is not None else auto_dram(config.shm_dir)
+            geometry = Geometry(dram // 4096 * 4096, config.keys_max or automatic_entries(dram), config.namespaces_max, config.sessions_max)
+            found = segment.create(config.shm_dir, config.name, geometry, boot=_boot(0), seed=secrets.randbits(63))
+        try:
+            fallbacks += _place(config, found)
+            _populate(config, found, progress)
+        except BaseException:
+            path = found.path
+            found.close()
+            if not attached:
+                os.unlink(path)
+            raise
+        if attached:
+            found.words[segment.H_BOOT] = _boot(found.boot)
+        return Dram(lock, found, attached, fallbacks)
+    except BaseException:
+        lock.close()
+        raise
+
+
+def _boot(before: int) -> int:
+    return max(before + 1, time.time_ns() // 1_000_000)
+
+
+def _check_platform() -> None:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        log.warning("%s: readers of the shared index rely on the load order of x86-64; verify reads here", platform.machine())
+
+
+def _reclaim(config: PoolConfig) -> None:
+    own = segment.file_stem(config.name)
+    for path in segment.leftovers(config.shm_dir):
+        try:
+            age = time.time() - path.with_suffix(".lock").stat().st_mtime
+        except FileNotFoundError:
+            age = 0.0
+        if path.stem != own and age >= config.reclaim_after:
+            log.warning("%s of a dead pool: %s given back", path, format_size(segment.reclaim(path)))
+
+
+def _attach(config: PoolConfig) -> Segment | None:
+    """The segment that an earlier life of this pool left, if it can be used."""
+    path = Path(config.shm_dir, segment.file_stem(config.name) + ".segment")
+    try:
+        found = segment.attach(str(path), owner=True)
+    except FileNotFoundError:
+        return None
+    except (SegmentError, ValueError, KeyError, TypeError, OSError) as error:
+        log.warning("%s cannot be used and is made anew: %s", path, error)
+        path.unlink()
+        return None
+    geometry = found.geometry
+    wanted = (
+        config.dram is None or config.dram // 4096 * 4096 == geometry.data_bytes,
+        config.keys_max is None or config.keys_max == geometry.entries,
+        config.namespaces_max == geometry.namespaces,
+        config.sessions_max == geometry.sessions,
+    )
+    if all(wanted) and found.state in (segment.SERVING, segment.STOPPED):
+        return found
+    reason = "was not finished" if all(wanted) else f"has {geometry}, which is not what is configured"
+    log.warning("%s %s: made anew, what it held is gone", path, reason)
+    found.close()
+    path.unlink()
+    return None
+
+
+def _place(config: PoolConfig, found: Segment) -> list[str]:
+    """NUMA and huge pages, as far as the machine has them; what it has not."""
+    said: list[str] = []
+    nodes = memory.numa_nodes()
+    if config.numa == "interleave" or (config.numa == "auto" and len(nodes) > 1):
+        if error := memory.bind(found.data, nodes, interleave=True):
+            said.append(f"numa: pages are not interleaved over nodes {nodes} ({errno.errorcode.get(error, error)})")
+    elif config.numa.isdigit():
+        if int(config.numa) not in nodes:
+            raise ConfigError(f"there is no node {config.numa}, only {nodes}", field="numa", example="auto")
+        if error := memory.bind(found.data, [int(config.numa)], interleave=False):
+            said.append(f"numa: pages are not bound to node {config.numa} ({errno.errorcode.get(error, error)})")
+    if config.hugepages != "off":
+        setting = memory.shmem_huge_pages()
+        if setting in ("never", "deny", "unknown"):
+            advice = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled, or a --shm-dir on hugetlbfs"
+            if config.hugepages == "on":
+                raise ConfigError(
+                    f"the kernel gives no huge pages to shared memory (shmem_enabled is {setting}): {advice}", field="hugepages"
+                )
+            said.append(f"hugepages: none for shared memory (shmem_enabled is {setting}): {advice}")
+        elif error := found.data.advise(0, len(found.data), memory.MADV_HUGEPAGE):
+            said.append(f"hugepages: refused ({errno.errorcode.get(error, error)})")
+    for line in said:
+        log.warning("%s", line)
+    return said
+
+
+def _populate(config: PoolConfig, found: Segment, progress: Callable[[int, int], None]) -> None:
+    threads = config.prefault_threads or min(os.cpu_count() or 1, 16)
+    total, head = len(found.head) + len(found.data), len(found.head)
+    memory.populate(found.head, write=True, threads=threads, progress=lambda done: progress(done, total))
+    memory.populate(found.data, write=True, threads=threads, progress=lambda done: progress(head + done, total))

@@ -1,0 +1,132 @@
+"""The pool's metrics: what each is called and where it is read.
+
+The labels ``row`` and ``namespace`` are a namespace's row and the first digits of its digest, which `/v1/namespaces` explains: never a
+model's or tenant's name. Both, since whoever chooses the text of namespaces can find two of which the first digits are equal.
+Namespaces in the first rows of the table have series of their own; the pool-wide ones count all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from umbp.core.objects import LIVE, ORPHAN, RESERVED, ZOMBIE
+from umbp.core.pool import Pool
+from umbp.errors import Unavailable
+from umbp.metrics import Definition, Reading
+from umbp.pool.documents import short
+from umbp.pool.node import Node
+
+NAMESPACE_ROWS_MAX = 256  # about 10 series each
+BY_NAMESPACE = ("row", "namespace")
+
+
+def _gauge(name: str, about: str, *labels: str) -> Definition:
+    return Definition("gauge", name, about, labels)
+
+
+def _counter(name: str, about: str, *labels: str) -> Definition:
+    return Definition("counter", name, about, labels)
+
+
+READY = _gauge("umbp_ready", "1 while requests are served, else 0.")
+INFO = _gauge("umbp_pool_info", "Always 1; the labels say what runs.", "name", "boot", "eviction", "admission")
+UPTIME = _gauge("umbp_uptime_seconds", "Since this process started.")
+CAPACITY = _gauge("umbp_capacity_bytes", "Bytes of the tier that objects can take.", "tier")
+USED = _gauge("umbp_used_bytes", "Bytes of objects, those being written included.", "tier")
+ALLOCATED = _gauge("umbp_allocated_bytes", "Bytes that objects take with rounding.", "tier")
+LARGEST = _gauge("umbp_largest_free_run_bytes", "Longest free run of the tier.", "tier")
+LEASED = _gauge("umbp_leased_bytes", "Bytes of distinct leased objects.")
+KEYS = _gauge("umbp_keys", "Keys that can be found.")
+KEYS_MAX = _gauge("umbp_keys_max", "Keys that the index holds at most.")
+HIDDEN = _gauge("umbp_hidden_objects", "Objects that have memory but cannot be found.", "why")
+SESSIONS = _gauge("umbp_sessions", "Client sessions.")
+LEASES = _gauge("umbp_leases", "Leases.")
+PINS = _gauge("umbp_pins", "Pins.")
+RESERVATIONS = _gauge("umbp_reservations", "Batches being written.")
+NAMESPACES = _gauge("umbp_namespaces", "Namespaces.")
+UNSUMMED = _gauge("umbp_unsummed_batches", "Batches that wait for checksums.")
+
+EVICTED = _counter("umbp_evicted_keys_total", "Keys that were evicted.")
+EVICTED_BYTES = _counter("umbp_evicted_bytes_total", "Bytes that were evicted.")
+REMOVED = _counter("umbp_removed_keys_total", "Keys that clients or operators removed.")
+CORRUPT = _counter("umbp_corrupt_keys_total", "Objects dropped because their bytes did not match their checksum.")
+FLUSHES = _counter("umbp_flushes_total", "Flushes of a namespace.")
+REQUESTS = _counter("umbp_requests_noted_total", "Requests whose key lists clients sent.")
+LOOKUPS = _counter("umbp_lookups_total", "Keys of those requests.")
+HITS = _counter("umbp_hits_total", "Keys of those requests that were stored.")
+SUMS = _counter("umbp_checksums_total", "Checksums made by the pool.")
+LOST = _counter("umbp_leases_lost_total", "Leases that ended by their time limit.")
+EXPIRED = _counter("umbp_reservations_expired_total", "Reservations that ended by their time limit.")
+
+NS_HELD = _gauge("umbp_namespace_held_bytes", "Bytes of a namespace's objects.", *BY_NAMESPACE)
+NS_KEYS = _gauge("umbp_namespace_keys", "Keys of a namespace.", *BY_NAMESPACE)
+NS_QUOTA = _gauge("umbp_namespace_quota_bytes", "Quota; absent where there is none.", *BY_NAMESPACE)
+NS_STORED = _counter("umbp_namespace_stored_keys_total", "Keys committed.", *BY_NAMESPACE)
+NS_EVICTED = _counter("umbp_namespace_evicted_keys_total", "Keys evicted.", *BY_NAMESPACE)
+NS_EVICTED_QUOTA = _counter("umbp_namespace_evicted_for_quota_keys_total", "Keys evicted for the quota.", *BY_NAMESPACE)
+NS_REFUSED = _counter("umbp_namespace_refused_keys_total", "Keys not stored, by status code.", *BY_NAMESPACE, "code")
+
+
+def readings(node: Node) -> Iterator[Reading]:
+    """All readings at this moment; before the pool is there only whether it is."""
+    yield Reading(READY, float(node.state == "ready" and not node.unhealthy))
+    yield Reading(UPTIME, max(0.0, node.now() - node.started))
+    try:
+        pool = node.pool
+    except Unavailable:
+        return
+    yield Reading(INFO, 1, (node.name, str(node.boot), pool.eviction, pool.admission_name))
+    yield Reading(SESSIONS, len(node.sessions()))
+    yield from _gauges(pool)
+    yield from _counters(pool)
+    yield from _namespaces(pool)
+
+
+def _gauges(pool: Pool) -> Iterator[Reading]:
+    objects, allocator = pool.objects, pool.objects.allocator
+    tier = ("dram",)
+    yield Reading(CAPACITY, allocator.capacity_bytes, tier)
+    yield Reading(USED, objects.used_bytes, tier)
+    yield Reading(ALLOCATED, objects.allocated_bytes(), tier)
+    yield Reading(LARGEST, allocator.largest_run(), tier)
+    yield Reading(LEASED, objects.leased_bytes)
+    yield Reading(KEYS, objects.counts[LIVE])
+    yield Reading(KEYS_MAX, objects.capacity)
+    for state, why in ((RESERVED, "being_written"), (ZOMBIE, "removed_but_leased"), (ORPHAN, "abandoned")):
+        yield Reading(HIDDEN, objects.counts[state], (why,))
+    yield Reading(LEASES, len(pool.leases.leases))
+    yield Reading(PINS, len(pool.leases.pins))
+    yield Reading(RESERVATIONS, len(pool.writes.open))
+    yield Reading(NAMESPACES, len(pool.namespaces))
+    yield Reading(UNSUMMED, pool.unsummed_batches)
+
+
+def _counters(pool: Pool) -> Iterator[Reading]:
+    counters = pool.counters
+    yield Reading(EVICTED, pool.objects.evicted_keys)
+    yield Reading(EVICTED_BYTES, pool.objects.evicted_bytes)
+    yield Reading(REMOVED, counters.removed)
+    yield Reading(CORRUPT, counters.corrupt)
+    yield Reading(FLUSHES, counters.flushes)
+    yield Reading(REQUESTS, counters.notes)
+    yield Reading(LOOKUPS, counters.lookups)
+    yield Reading(HITS, counters.hits)
+    yield Reading(SUMS, counters.sums)
+    yield Reading(LOST, pool.leases.lost)
+    yield Reading(EXPIRED, pool.writes.expired)
+
+
+def _namespaces(pool: Pool) -> Iterator[Reading]:
+    for row, state in pool.namespaces.items():
+        if row >= NAMESPACE_ROWS_MAX:
+            continue
+        account, label = state.account, (str(row), short(state))
+        yield Reading(NS_HELD, account.held_bytes, label)
+        yield Reading(NS_KEYS, account.live_keys, label)
+        if account.quota_bytes:
+            yield Reading(NS_QUOTA, account.quota_bytes, label)
+        yield Reading(NS_STORED, account.stored_keys, label)
+        yield Reading(NS_EVICTED, account.evicted_keys, label)
+        yield Reading(NS_EVICTED_QUOTA, account.evicted_for_quota_keys, label)
+        for code, count in account.refused.items():
+            yield Reading(NS_REFUSED, count, (*label, code))

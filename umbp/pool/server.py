@@ -1,0 +1,332 @@
+"""The pool process: one event loop around one `core.pool.Pool`.
+
+Theory of operation
+-------------------
+    starting -> ready -> stopping
+Start, each step able to say no before anything of the next exists: configuration, socket and port (bound, so a busy one is an error at
+once), memory (in a thread; HTTP answers ``/healthz`` and ``/readyz`` meanwhile), adoption of what the segment held, then the ready line.
+
+Everything that changes state happens in the loop, one call of the core at a time. What takes long runs elsewhere: faulting in memory,
+checksums. `_housekeeping` lets time pass for the core in slices of at most a few milliseconds, woken early when a request has made work.
+
+Stop (SIGTERM, SIGINT): no new sessions, listeners closed, sessions cut, segment marked stopped and kept (or released) within
+`STOP_SECONDS_MAX`. A SIGKILL leaves the segment as it is, which the next start takes over: there is no state that only memory had, except
+leases (they end), pins, and histories of the policies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import resource
+import signal
+import socket as sockets
+import stat
+import sys
+import time
+from typing import Any
+
+from aiohttp import web
+
+from umbp.config import PoolConfig
+from umbp.core.pool import Limits, Pool
+from umbp.errors import Conflict, SegmentError, Unavailable
+from umbp.grammar import Address, format_size
+from umbp.pool import dram as dram_start
+from umbp.pool.sessions import FrontDoor, Owner, Owners, Session
+from umbp.pool.sums import Summer
+from umbp.store import segment as segments
+from umbp.types import I64, U64
+
+log = logging.getLogger("umbp.pool")
+STOP_SECONDS_MAX = 5.0
+TICK_SECONDS = 0.05
+BACKLOG = 1024
+"""Connections that may wait to be accepted: every client of a node may start at once."""
+
+
+class PoolServer:
+    """The process. `run` is its life."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.name = config.name
+        self.started = time.time()
+        self.state = "starting"
+        self.progress = (0, 0)
+        self.fallbacks: list[str] = []
+        self.http = config.http
+        self.socket = config.socket
+        self._wake = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._sessions: set[Session] = set()
+
+    def __repr__(self) -> str:
+        return f"<PoolServer {self.name} {self.state}>"
+
+    # -- what sessions and REST ask of it ---------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds on a clock that only grows."""
+        return time.monotonic()
+
+    def wake(self) -> None:
+        """There may be something to do before the next tick."""
+        self._wake.set()
+        self.summer.committed()
+
+    def observe(self, op: str, seconds: float) -> None:
+        """A session's message was answered in this time."""
+        self.metrics.observe(op, seconds)
+
+    def status_document(self) -> dict[str, Any]:
+        """What ``/v1/status`` says."""
+        return status_document(self)
+
+    async def make_sums(self, ids: I64, versions: U64) -> U64:
+        """Checksums now, for a reader that wants to verify what has none yet."""
+        return await self.summer.make(ids, versions)
+
+    @property
+    def boot(self) -> int:
+        """Boot id of the segment."""
+        return self.segment.boot
+
+    @property
+    def dram_bytes(self) -> int:
+        """Bytes of pages this pool can hold."""
+        return self.segment.geometry.data_bytes
+
+    def sessions(self) -> list[Owner]:
+        """Clients, connected or still owning memory."""
+        return list(self.owners.by_session.values())
+
+    # -- life --------------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until told to stop. Raises what stopped the start."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        _raise_file_limit()
+        unix, tcp = bind_unix(self.socket), bind_tcp(self.config.http)
+        self.http = _bound(self.config.http, tcp)
+        try:
+            await self._serve(unix, tcp)
+        finally:
+            unix.close()
+            tcp.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.socket)
+
+    async def _serve(self, unix: sockets.socket, tcp: sockets.socket) -> None:
+        loop = asyncio.get_running_loop()
+        # Until the pool stands, HTTP is served by an application that only says so.
+        runner = await self._runner(web.Application(middlewares=[self._not_yet]), over_unix=False)
+        http = await loop.create_server(lambda: self._http_protocol(over_unix=False), sock=tcp, backlog=BACKLOG)
+        self._http: dict[bool, web.AppRunner] = {False: runner, True: runner}
+        start = loop.run_in_executor(None, dram_start.acquire, self.config, self._on_progress)
+        try:
+            slice_ = await start
+        except BaseException:
+            http.close()
+            await runner.cleanup()
+            raise
+        try:
+            self.fallbacks = slice_.fallbacks
+            self._build(slice_)
+            from umbp.pool.rest import make_app  # here: rest.py describes its node by a Protocol that this class fulfils
+
+            self._http = {over: await self._runner(make_app(self, over_unix=over), over_unix=over) for over in (False, True)}
+            door = await loop.create_unix_server(self._front_door, sock=unix, backlog=BACKLOG)
+            self.state = "ready"
+            self.segment.words[segments.H_STATE] = segments.SERVING
+            self._say_ready()
+            async with asyncio.TaskGroup() as tasks:
+                background = [tasks.create_task(self._housekeeping()), tasks.create_task(self.summer.run())]
+                await self._stop.wait()
+                self.state = "stopping"
+                for task in background:
+                    task.cancel()
+            door.close()
+        finally:
+            http.close()
+            await self._shut(slice_, runner)
+
+    def _build(self, slice_: dram_start.Dram) -> None:
+        config, self.segment = self.config, slice_.segment
+        limits = Limits(
+            lease_seconds=config.lease_seconds,
+            lease_seconds_max=config.lease_seconds_max,
+            lease_share=config.lease_share,
+            reservation_seconds=config.reservation_seconds,
+            watermark_high=config.watermark_high,
+            watermark_low=config.watermark_low,
+            checksum=config.checksum,
+        )
+
+        def make() -> Pool:
+            return Pool(
+                self.segment.writer(),
+                self.segment.namespaces,
+                self.segment.words[segments.H_NUMBERS : segments.H_NUMBERS + 1],
+                self.segment.geometry.data_bytes,
+                limits,
+                eviction=config.eviction,
+                admission=config.admission,
+            )
+
+        self.pool = make()
+        unfinished: dict[int, int] = {}
+        if slice_.attached:
+            try:
+                unfinished = self.pool.adopt(self.now())
+            except SegmentError as error:
+                log.error("%s: emptied", error)
+                self.segment.entries[:] = 0
+                self.segment.buckets[:] = 0
+                self.segment.namespaces[:, 0] = 0
+                self.pool = make()
+        self.summer = Summer(self.pool, self.segment.data.array, self.now)
+        self.summer.committed()
+        self.owners = Owners(self, config.sessions_max)
+        self.owners.adopt(unfinished)
+        if slice_.attached:
+            log.info("took over %d objects, %s", len(self.pool.objects.live_ids()), format_size(self.pool.objects.used_bytes))
+
+    async def _shut(self, slice_: dram_start.Dram, starter: web.AppRunner) -> None:
+        for session in list(self._sessions):
+            session.close()
+        runners = {id(runner): runner for runner in (*self._http.values(), starter)}.values()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_SECONDS_MAX):
+                await asyncio.gather(*(runner.cleanup() for runner in runners))
+        if hasattr(self, "owners"):
+            self.owners.close()
+            self.summer.close()
+            self.segment.words[segments.H_STATE] = segments.STOPPED
+            kept = "released" if self.config.on_exit == "release" else "kept for the next start (--on-exit release gives it back)"
+            log.info("stopped; %s of memory %s", format_size(self.dram_bytes), kept)
+        slice_.close(release=self.config.on_exit == "release")
+
+    async def _housekeeping(self) -> None:
+        while True:
+            busy = self.pool.tick(self.now())
+            if busy:
+                await asyncio.sleep(0)  # requests come in between two slices
+                continue
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    # -- connections -------------------------------------------------------------------------------------------------------------------
+
+    def _front_door(self) -> FrontDoor:
+        return FrontDoor(self._new_session, lambda: self._http_protocol(over_unix=True))
+
+    def _new_session(self) -> Session:
+        session = Session(self, self.owners, self._session_number, on_closed=self._sessions.discard)
+        self._sessions.add(session)
+        return session
+
+    def _session_number(self) -> int:
+        words = self.segment.words
+        words[segments.H_SESSIONS] += 1
+        return int(words[segments.H_SESSIONS])
+
+    def _http_protocol(self, *, over_unix: bool) -> asyncio.BaseProtocol:
+        server = self._http[over_unix].server
+        if server is None:
+            raise Unavailable("stopping")
+        return server()
+
+    async def _runner(self, app: web.Application, *, over_unix: bool) -> web.AppRunner:
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        return runner
+
+    @web.middleware
+    async def _not_yet(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        done, total = self.progress
+        body = {"state": self.state, "faulted_in_bytes": done, "bytes": total}
+        return web.json_response(body, status=200 if request.path == "/healthz" else 503, headers={"Retry-After": "1"})
+
+    # -- what it says ------------------------------------------------------------------------------------------------------------------
+
+    def _on_progress(self, done: int, total: int) -> None:
+        """From the thread that faults memory in: a line for every tenth, where it takes long enough to wonder."""
+        before, self.progress = self.progress[0], (done, total)
+        if total >= 1 << 30 and (done * 10 // total) != (before * 10 // total):
+            print(f"umbp.pool memory {format_size(done)} of {format_size(total)}", file=sys.stderr, flush=True)
+
+    def _say_ready(self) -> None:
+        facts = {"socket": self.socket, "http": str(self.http), "name": self.name, "dram_bytes": self.dram_bytes, "boot": self.boot}
+        print("umbp.pool ready " + json.dumps(facts), flush=True)
+
+
+def bind_unix(path: str) -> sockets.socket:
+    """A listening Unix socket of mode 0600. A stale file goes; a live listener is a Conflict."""
+    folder = os.path.dirname(path)
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise Conflict(f"{path} exists and is not a socket", field="socket", example="--socket /run/umbp/pool.sock")
+        with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                probe.connect(path)
+            except (ConnectionRefusedError, FileNotFoundError):
+                os.unlink(path)
+            except OSError as error:
+                raise Conflict(f"{path} is in use ({error})", field="socket", example="--socket /run/umbp/second.sock") from None
+            else:
+                raise Conflict(f"a process is listening on {path}", field="socket", example="--name second") from None
+    bound = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    before = os.umask(0o177)  # the file has its mode from the first moment
+    try:
+        bound.bind(path)
+    except OSError as error:
+        bound.close()
+        raise Conflict(f"cannot listen on {path}: {error.strerror}", field="socket", example="--socket /run/umbp/pool.sock") from None
+    finally:
+        os.umask(before)
+    bound.listen(BACKLOG)
+    bound.setblocking(False)
+    return bound
+
+
+def bind_tcp(address: Address) -> sockets.socket:
+    """A listening TCP socket. Conflict if the port is taken or the address is not of this machine."""
+    try:
+        family, kind, protocol, _, where = sockets.getaddrinfo(address.host, address.port or 0, type=sockets.SOCK_STREAM)[0]
+        bound = sockets.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+            bound.bind(where)
+            bound.listen(BACKLOG)
+        except OSError:
+            bound.close()
+            raise
+    except OSError as error:
+        raise Conflict(
+            f"cannot listen on {address}: {error.strerror}", field="http", example="--http 127.0.0.1:0 (any free port)"
+        ) from None
+    bound.setblocking(False)
+    return bound
+
+
+def _bound(address: Address, bound: sockets.socket) -> Address:
+    return dataclasses.replace(address, port=bound.getsockname()[1])
+
+
+def _raise_file_limit() -> None:
+    """Two descriptors a client (socket, pidfd): take what the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

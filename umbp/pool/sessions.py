@@ -1,0 +1,470 @@
+"""Sessions: the connection of a client process, its messages, and what happens when it ends.
+
+Theory of operation. The first bytes on the Unix socket decide (`FrontDoor`): the upgrade request of a session, or plain HTTP, which is
+handed to the REST application as it came. A session answers one message after the other, each in one go without waiting, so a session's
+life is: HELLO expected -> open -> closed. Anything that breaks the protocol gets an error frame if that is possible and closes this
+connection only.
+
+Ends. The kernel tells of a closed connection at once: leases end with it. It also tells when the process is gone (pidfd): only then, or
+when the client says so itself, is memory that it may still be writing given back. A process that this one cannot see (another pid
+namespace) counts as gone when its connection closes: the kernel takes a dying process's memory away before it closes its files.
+
+Bounded: sessions, frames, bytes of an unfinished frame, seconds until HELLO, bytes of unread replies (a client that does not read is not
+read from either).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from umbp import wire
+from umbp.core.pool import Pool
+from umbp.errors import InvalidRequest, LimitReached, ProtocolError, UmbpError
+from umbp.layout import Namespace
+from umbp.store.segment import Segment
+from umbp.types import I64, U64
+
+log = logging.getLogger("umbp.pool.sessions")
+HELLO_SECONDS_MAX = 10.0
+UNREAD_BYTES_MAX = 4 << 20
+
+
+class Server(Protocol):
+    """What a session needs of the pool process."""
+
+    pool: Pool
+    segment: Segment
+    name: str
+
+    def now(self) -> float: ...
+    def status_document(self) -> dict[str, Any]: ...
+    async def make_sums(self, ids: I64, versions: U64) -> U64: ...
+    def observe(self, op: str, seconds: float) -> None: ...
+    def wake(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Owner:
+    """A session in the segment's table, and the process behind it. ``pidfd`` is -1 where the process cannot be watched."""
+
+    session: int
+    row: int
+    pid: int
+    started: int
+    client: str
+    opened: float
+    pidfd: int = -1
+    connected: bool = True
+
+
+def process_started(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 if there is none. With the pid it names a process for good."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rsplit(b")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+class Owners:
+    """All sessions, connected or still owning memory, and the watch over their processes."""
+
+    def __init__(self, server: Server, sessions_max: int) -> None:
+        self.server = server
+        self.sessions_max = sessions_max
+        self.by_session: dict[int, Owner] = {}
+        self._free_rows = list(range(len(server.segment.sessions) - 1, -1, -1))
+
+    def __repr__(self) -> str:
+        return f"<Owners {len(self.by_session)} of {self.sessions_max}>"
+
+    def open(self, pid: int, client: str, session: int) -> Owner:
+        """A new session of a process. LimitReached if there are too many."""
+        if len(self.by_session) >= self.sessions_max or not self._free_rows:
+            raise LimitReached(f"{len(self.by_session)} clients are connected, which is the limit", field="sessions_max")
+        row = self._free_rows.pop()
+        owner = Owner(session, row, pid, process_started(pid), client, self.server.now())
+        self.server.segment.sessions[row, :4] = (session, pid, owner.started, 0)
+        self._watch(owner)
+        self.by_session[session] = owner
+        return owner
+
+    def adopt(self, sessions: dict[int, int]) -> None:
+        """Sessions of a former boot that left unfinished writes. Rows of the others are freed."""
+        table = self.server.segment.sessions
+        for row in np.flatnonzero(table[:, 0]).tolist():
+            session, pid, started = (int(word) for word in table[row, :3])
+            if sessions.pop(session, 0) and pid and process_started(pid) == started:
+                owner = Owner(session, row, pid, started, "before the restart", self.server.now(), connected=False)
+                self.by_session[session] = owner
+                self._free_rows.remove(row)
+                self._watch(owner)
+                if owner.pidfd < 0:
+                    self._gone(owner)
+            else:
+                table[row, 0] = 0
+                self.server.pool.writer_gone(session)
+        for session in sessions:
+            self.server.pool.writer_gone(session)
+
+    def closed(self, owner: Owner, *, clean: bool) -> None:
+        """The connection closed; ``clean``: the client said before that it has let go of everything."""
+        owner.connected = False
+        waiting = self.server.pool.connection_closed(owner.session, gone=clean or owner.pidfd < 0)
+        if not waiting:
+            self._forget(owner)
+        self.server.wake()
+
+    def let_go(self, session: int, pid: int) -> None:
+        """A process says that it does not write for a former session any more."""
+        owner = self.by_session.get(session)
+        if owner is not None and owner.pid == pid and owner.started == process_started(pid):
+            if owner.connected:
+                raise InvalidRequest(f"session {session} is still connected", field="session")
+            self._gone(owner)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for owner in list(self.by_session.values()):
+            self._unwatch(owner)
+
+    def _watch(self, owner: Owner) -> None:
+        if owner.pid <= 0:
+            return
+        try:
+            owner.pidfd = os.pidfd_open(owner.pid)
+        except OSError as error:
+            log.warning("process %d of session %d cannot be watched (%s)", owner.pid, owner.session, error)
+            return
+        asyncio.get_running_loop().add_reader(owner.pidfd, self._gone, owner)
+
+    def _unwatch(self, owner: Owner) -> None:
+        if owner.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(owner.pidfd)
+            os.close(owner.pidfd)
+            owner.pidfd = -1
+
+    def _gone(self, owner: Owner) -> None:
+        """The process is dead, or has let go."""
+        self._unwatch(owner)
+        if not owner.connected:
+            self.server.pool.writer_gone(owner.session)
+            self._forget(owner)
+        self.server.wake()
+
+    def _forget(self, owner: Owner) -> None:
+        self._unwatch(owner)
+        if self.by_session.pop(owner.session, None) is not None:
+            self.server.segment.sessions[owner.row, 0] = 0
+            self._free_rows.append(owner.row)
+
+
+class Session(asyncio.Protocol):
+    """One client's connection."""
+
+    def __init__(self, server: Server, owners: Owners, next_session: Callable[[], int], *, on_closed: Callable[[Session], None]) -> None:
+        self.server = server
+        self.owners = owners
+        self.owner: Owner | None = None
+        self._next_session = next_session
+        self._on_closed = on_closed
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._clean = False
+        self._hello: asyncio.TimerHandle | None = None
+        self._slow: asyncio.Task[None] | None = None  # the one answer that takes time; later messages wait for it
+
+    def __repr__(self) -> str:
+        return f"<Session {self.owner.session if self.owner else 'without hello'}>"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The upgrade was asked for; agree to it."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=UNREAD_BYTES_MAX)
+        transport.write(wire.UPGRADE_REPLY)
+        self._hello = asyncio.get_running_loop().call_later(HELLO_SECONDS_MAX, self._too_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """However it ended."""
+        if self._hello:
+            self._hello.cancel()
+        if self._slow:
+            self._slow.cancel()
+        if self.owner is not None:
+            self.owners.closed(self.owner, clean=self._clean)
+            self.owner = None
+        self._transport = None
+        self._on_closed(self)
+
+    def close(self) -> None:
+        """Cut the connection: the pool is stopping."""
+        if self._transport:
+            self._transport.close()
+
+    def pause_writing(self) -> None:
+        """The client does not read its replies: do not read its requests."""
+        if self._transport:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        if self._transport:
+            self._transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        """Answer every whole frame that is there."""
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        try:
+            while len(buffer) - at >= wire.PREFIX.size and self._transport and not self._slow:
+                end = at + wire.frame_bytes(buffer[at : at + wire.PREFIX.size])
+                if len(buffer) < end:
+                    break
+                frame = bytes(buffer[at:end])
+                at = end
+                self._answer(frame)
+        except ProtocolError as error:
+            self._refuse(error)
+            return
+        except Exception:  # our own fault: this client is cut off, the others go on
+            log.exception("%r: a message could not be handled", self)
+            self._refuse(UmbpError("internal error; see the pool's log"))
+            return
+        if at:
+            del buffer[:at]
+
+    def _answer(self, frame: bytes) -> None:
+        message, blob = wire.decode_request(frame)
+        started = self.server.now()
+        op = type(message).__struct_config__.tag
+        if self.owner is None and not isinstance(message, wire.Hello):
+            raise ProtocolError(f"{op} before hello")
+        try:
+            reply = HANDLERS[type(message)](self, message, blob, started)
+        except ProtocolError:
+            raise
+        except UmbpError as error:
+            reply = wire.encode(wire.Failed(error.code, str(error), error.field))
+        if reply and self._transport:
+            self._transport.write(reply)
+        if self._clean and self._transport:
+            self._transport.close()
+        self.server.observe(str(op), self.server.now() - started)
+
+    def _refuse(self, error: UmbpError) -> None:
+        self._buffer.clear()
+        if self._transport:
+            log.warning("%r closed: %s", self, error)
+            self._transport.write(wire.encode(wire.Failed(error.code, str(error), error.field)))
+            self._transport.close()
+            self._transport = None
+
+    def _too_late(self) -> None:
+        if self.owner is None:
+            self._refuse(ProtocolError(f"no hello within {HELLO_SECONDS_MAX} s"))
+
+    def peer_pid(self) -> int:
+        """Process at the other end as the kernel knows it; 0 if it is in another pid namespace."""
+        assert self._transport is not None
+        peer = self._transport.get_extra_info("socket")
+        return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+    # -- one handler a message -----------------------------------------------------------------------------------------------------
+
+    def hello(self, message: wire.Hello, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        if self.owner is not None:
+            raise ProtocolError("hello twice")
+        if message.version != wire.VERSION:
+            raise ProtocolError(f"this pool speaks version {wire.VERSION} of the session protocol, the client {message.version}")
+        self.owner = self.owners.open(self.peer_pid(), message.client, self._next_session())
+        if self._hello:
+            self._hello.cancel()
+        limits = self.server.pool.limits
+        segment = self.server.segment
+        return wire.encode(
+            wire.Welcome(
+                session=self.owner.session,
+                boot=segment.boot,
+                name=self.server.name,
+                segment=segment.path,
+                lease_seconds=limits.lease_seconds,
+                lease_seconds_max=limits.lease_seconds_max,
+                reservation_seconds=limits.reservation_seconds,
+                checksum=limits.checksum,
+            )
+        )
+
+    def namespace(self, message: wire.OpenNamespace, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        identity = Namespace.from_dict(message.identity)
+        account = self.server.pool.open_namespace(self.session, identity.digest(), identity.canonical(), identity.layout.object_bytes)
+        return wire.encode(wire.NamespaceOpened(account.row, account.object_bytes))
+
+    def reserve(self, message: wire.Reserve, blob: wire.Blob, now: float) -> bytes:
+        keys = blob.keys(message.n)
+        blob.end()
+        made = self.server.pool.reserve(now, self.session, message.row, keys, bytes.fromhex(message.parent), message.seconds)
+        self.server.wake()
+        header = wire.Reserved(made.number, message.n, len(made.ids))
+        return wire.encode(header, made.status, made.mine.view(np.uint8), made.ids, made.offsets)
+
+    def commit(self, message: wire.Commit, blob: wire.Blob, now: float) -> bytes:
+        filled = blob.take(np.uint8, message.m) != 0
+        sums = blob.take(np.uint64, message.m) if message.sums else None
+        blob.end()
+        status = self.server.pool.commit(now, self.session, message.number, filled, sums)
+        self.server.wake()
+        return wire.encode(wire.Statuses(len(status)), status)
+
+    def lease(self, message: wire.TakeLease, blob: wire.Blob, now: float) -> bytes:
+        ids, versions = blob.take(np.int64, message.n), blob.take(np.uint64, message.n)
+        blob.end()
+        lease, held = self.server.pool.lease(now, self.session, ids, versions, message.seconds)
+        return wire.encode(wire.Leased(lease.number, message.n, lease.seconds), held.view(np.uint8))
+
+    def renew(self, message: wire.Renew, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        return wire.encode(wire.Numbers(self.server.pool.leases.renew(now, self.session, message.numbers)))
+
+    def release(self, message: wire.Release, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        held = self.server.pool.leases.release(self.session, message.number)
+        return wire.encode(wire.Numbers([] if held else [message.number]))
+
+    def remove(self, message: wire.Remove, blob: wire.Blob, now: float) -> bytes:
+        keys = blob.keys(message.n)
+        blob.end()
+        return wire.encode(wire.Statuses(message.n), self.server.pool.remove(message.row, keys).view(np.uint8))
+
+    def flush(self, message: wire.Flush, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        count = self.server.pool.flush(message.row)
+        self.server.wake()
+        return wire.encode(wire.Numbers([count]))
+
+    def note(self, message: wire.Note, blob: wire.Blob, now: float) -> bytes:
+        for row, count in message.requests:
+            self.server.pool.note(now, row, blob.keys(count))
+        blob.end()
+        return b""
+
+    def corrupt(self, message: wire.Corrupt, blob: wire.Blob, now: float) -> bytes:
+        ids, versions = blob.take(np.int64, message.n), blob.take(np.uint64, message.n)
+        blob.end()
+        return wire.encode(wire.Numbers([self.server.pool.drop_corrupt(ids, versions)]))
+
+    def sums(self, message: wire.MakeSums, blob: wire.Blob, now: float) -> bytes:
+        ids, versions = blob.take(np.int64, message.n), blob.take(np.uint64, message.n)
+        blob.end()
+        self._slow = asyncio.get_running_loop().create_task(self._make_sums(ids, versions))
+        return b""
+
+    async def _make_sums(self, ids: I64, versions: U64) -> None:
+        sums = await self.server.make_sums(ids, versions)
+        self._slow = None
+        if self._transport:
+            self._transport.write(wire.encode(wire.Sums(len(sums)), sums))
+            self.data_received(b"")
+
+    def let_go(self, message: wire.LetGo, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        self.owners.let_go(message.session, self.peer_pid())
+        return wire.encode(wire.Numbers([]))
+
+    def pin(self, message: wire.Pin, blob: wire.Blob, now: float) -> bytes:
+        keys = blob.keys(message.n)
+        blob.end()
+        pin = self.server.pool.pin(now, self.session, message.row, keys, message.seconds, message.note)
+        return wire.encode(wire.Numbers([pin.number, len(pin.ids)]))
+
+    def unpin(self, message: wire.Unpin, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        self.server.pool.leases.unpin(message.number)
+        return wire.encode(wire.Numbers([]))
+
+    def status(self, message: wire.GetStatus, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        return wire.encode(wire.Document(self.server.status_document()))
+
+    def bye(self, message: wire.Bye, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        self._clean = True
+        return wire.encode(wire.Numbers([]))
+
+    @property
+    def session(self) -> int:
+        """Number of this session."""
+        assert self.owner is not None
+        return self.owner.session
+
+
+HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
+    wire.Hello: Session.hello,
+    wire.OpenNamespace: Session.namespace,
+    wire.Reserve: Session.reserve,
+    wire.Commit: Session.commit,
+    wire.TakeLease: Session.lease,
+    wire.Renew: Session.renew,
+    wire.Release: Session.release,
+    wire.Remove: Session.remove,
+    wire.Flush: Session.flush,
+    wire.Note: Session.note,
+    wire.Corrupt: Session.corrupt,
+    wire.MakeSums: Session.sums,
+    wire.LetGo: Session.let_go,
+    wire.Pin: Session.pin,
+    wire.Unpin: Session.unpin,
+    wire.GetStatus: Session.status,
+    wire.Bye: Session.bye,
+}
+
+
+class FrontDoor(asyncio.Protocol):
+    """Looks at the first bytes of a connection on the Unix socket and hands it to a session or to the HTTP application."""
+
+    def __init__(self, session: Callable[[], asyncio.Protocol], http: Callable[[], asyncio.BaseProtocol]) -> None:
+        self._session = session
+        self._http = http
+        self._start = bytearray()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Wait for the first bytes; an idle stranger is cut off by `Session`'s rule as well."""
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS_MAX, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It never said what it wanted."""
+        self._timer.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Decide as soon as it can be told."""
+        self._start += data
+        wanted = wire.UPGRADE_REQUEST
+        if len(self._start) < len(wanted) and wanted.startswith(bytes(self._start)):
+            return
+        assert self._transport is not None
+        self._timer.cancel()
+        start, transport = bytes(self._start), self._transport
+        if start.startswith(wanted):
+            protocol: Any = self._session()
+            start = start[len(wanted) :]
+        else:
+            protocol = self._http()
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        if start:
+            protocol.data_received(start)

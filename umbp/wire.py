@@ -1,0 +1,317 @@
+"""The session's messages: a JSON header and raw arrays in one length-prefixed frame; no other encoding is ever read.
+
+    frame    u32 bytes that follow | u32 bytes of header | header (JSON) | arrays, one after the other, little-endian, no padding
+
+A client opens a session on the pool's Unix socket as an HTTP upgrade (`UPGRADE_REQUEST`), then sends one request and reads one reply at
+a time; `Note` alone has no reply. Which arrays a message carries stands in its docstring; n is a number of keys, m of reserved objects.
+Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes that connection and no other.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from umbp.errors import ProtocolError
+from umbp.types import KEY_BYTES
+
+VERSION = 1
+FRAME_BYTES_MAX = 8 << 20  # 65,536 keys with ids, versions and sums are 3.4 MiB
+HEADER_BYTES_MAX = 64 << 10
+PREFIX = struct.Struct("<II")
+
+UPGRADE_PATH = "/v1/session"
+UPGRADE_REQUEST = b"GET /v1/session HTTP/1.1\r\nHost: umbp\r\nConnection: Upgrade\r\nUpgrade: umbp-session/1\r\n\r\n"
+UPGRADE_REPLY = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: umbp-session/1\r\n\r\n"
+
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
+Row: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="op", forbid_unknown_fields=True):
+    """Root of all headers."""
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message. ``previous`` is the session that this client had before its connection was lost, or 0."""
+
+    version: int
+    client: Text
+    previous: Number = 0
+
+
+class OpenNamespace(Message, frozen=True, tag="namespace"):
+    """``identity`` is `umbp.layout.Namespace.to_dict`."""
+
+    identity: dict[str, Any]
+
+
+class Reserve(Message, frozen=True, tag="reserve"):
+    """Room for new pages. ``parent`` is the key before the first, or "". Arrays: keys u8[n, 32]."""
+
+    row: Row
+    n: Count
+    seconds: Seconds = 0.0
+    parent: Hex = ""
+
+
+class Commit(Message, frozen=True, tag="commit"):
+    """End of a reservation. Arrays: filled u8[m], sums u64[m] if ``sums``."""
+
+    number: Number
+    m: Count
+    sums: bool = False
+
+
+class TakeLease(Message, frozen=True, tag="lease"):
+    """Arrays: ids i64[n], versions u64[n]."""
+
+    n: Count
+    seconds: Seconds = 0.0
+
+
+class Renew(Message, frozen=True, tag="renew"):
+    """Start the time of these leases again."""
+
+    numbers: Annotated[list[Number], msgspec.Meta(max_length=1024)]
+
+
+class Release(Message, frozen=True, tag="release"):
+    """End a lease."""
+
+    number: Number
+
+
+class Remove(Message, frozen=True, tag="remove"):
+    """Arrays: keys u8[n, 32]."""
+
+    row: Row
+    n: Count
+
+
+class Flush(Message, frozen=True, tag="flush"):
+    """Everything of a namespace goes."""
+
+    row: Row
+
+
+class Note(Message, frozen=True, tag="note"):
+    """Key lists of requests: (row, keys) pairs; no reply. Arrays: keys u8[sum of the counts, 32]."""
+
+    requests: Annotated[list[tuple[Row, Count]], msgspec.Meta(max_length=4096)]
+
+
+class Corrupt(Message, frozen=True, tag="corrupt"):
+    """Objects whose bytes do not match their checksum. Arrays: ids i64[n], versions u64[n]."""
+
+    n: Count
+
+
+class MakeSums(Message, frozen=True, tag="sums"):
+    """Checksums of objects that have none yet, now. Arrays: ids i64[n], versions u64[n]."""
+
+    n: Count
+
+
+class LetGo(Message, frozen=True, tag="let_go"):
+    """This client does not write any more into memory reserved by a former session of its process."""
+
+    session: Number
+
+
+class Pin(Message, frozen=True, tag="pin"):
+    """Pin what is stored of these keys for this session. Arrays: keys u8[n, 32]."""
+
+    row: Row
+    n: Count
+    seconds: Seconds = 0.0
+    note: Text = ""
+
+
+class Unpin(Message, frozen=True, tag="unpin"):
+    """Take a pin back."""
+
+    number: Number
+
+
+class GetStatus(Message, frozen=True, tag="status"):
+    """What ``/v1/status`` says."""
+
+
+class Bye(Message, frozen=True, tag="bye"):
+    """This client has let go of everything; the pool closes the connection after its reply."""
+
+
+Request: TypeAlias = (
+    Hello
+    | OpenNamespace
+    | Reserve
+    | Commit
+    | TakeLease
+    | Renew
+    | Release
+    | Remove
+    | Flush
+    | Note
+    | Corrupt
+    | MakeSums
+    | LetGo
+    | Pin
+    | Unpin
+    | GetStatus
+    | Bye
+)
+
+# -- replies -----------------------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The session is open. ``segment`` is the path of the shared-memory file."""
+
+    session: int
+    boot: int
+    name: str
+    segment: str
+    lease_seconds: float
+    lease_seconds_max: float
+    reservation_seconds: float
+    checksum: str
+
+
+class NamespaceOpened(Message, frozen=True, tag="namespace"):
+    """The row of the segment's namespace table to read the number from."""
+
+    row: int
+    object_bytes: int
+
+
+class Reserved(Message, frozen=True, tag="reserved"):
+    """Arrays: status u8[n], mine u8[n], ids i64[m], offsets i64[m]."""
+
+    number: int
+    n: int
+    m: int
+
+
+class Statuses(Message, frozen=True, tag="statuses"):
+    """Arrays: one u8 an item: write statuses, or 0 and 1."""
+
+    n: int
+
+
+class Leased(Message, frozen=True, tag="leased"):
+    """Arrays: held u8[n]."""
+
+    number: int
+    n: int
+    seconds: float
+
+
+class Numbers(Message, frozen=True, tag="numbers"):
+    """A list of numbers: the lost leases, or one count."""
+
+    numbers: list[int]
+
+
+class Sums(Message, frozen=True, tag="sums"):
+    """Arrays: sums u64[n], 0 for what is gone."""
+
+    n: int
+
+
+class Document(Message, frozen=True, tag="document"):
+    """Any JSON."""
+
+    value: dict[str, Any]
+
+
+class Failed(Message, frozen=True, tag="error"):
+    """The request was refused as a whole; nothing was changed."""
+
+    code: str
+    message: str
+    field: str = ""
+
+
+Reply: TypeAlias = Welcome | NamespaceOpened | Reserved | Statuses | Leased | Numbers | Sums | Document | Failed
+
+_encoder = msgspec.json.Encoder()
+_requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
+_replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+
+Arrays: TypeAlias = npt.NDArray[Any]
+
+
+def encode(message: Message, *arrays: Arrays) -> bytes:
+    """One frame."""
+    header = _encoder.encode(message)
+    blobs = [np.ascontiguousarray(array).tobytes() for array in arrays]
+    return b"".join([PREFIX.pack(4 + len(header) + sum(map(len, blobs)), len(header)), header, *blobs])
+
+
+def frame_bytes(prefix: bytes | bytearray | memoryview) -> int:
+    """Bytes of the whole frame that starts with these 8. ProtocolError if it is larger than any frame may be."""
+    body, header = PREFIX.unpack_from(prefix)
+    if body > FRAME_BYTES_MAX or header > HEADER_BYTES_MAX or header + 4 > body:
+        raise ProtocolError(f"a frame of {body} bytes with a header of {header} is not allowed")
+    return 4 + int(body)
+
+
+def decode_request(frame: bytes | bytearray | memoryview) -> tuple[Request, Blob]:
+    """Header and arrays of a whole frame."""
+    return _decode(frame, _requests)
+
+
+def decode_reply(frame: bytes | bytearray | memoryview) -> tuple[Reply, Blob]:
+    """Header and arrays of a whole frame."""
+    return _decode(frame, _replies)
+
+
+def _decode(frame: bytes | bytearray | memoryview, decoder: msgspec.json.Decoder[Any]) -> tuple[Any, Blob]:
+    view = memoryview(frame)
+    header = PREFIX.unpack_from(view)[1]
+    try:
+        message = decoder.decode(view[8 : 8 + header])
+    except msgspec.MsgspecError as error:
+        raise ProtocolError(f"not a message of this protocol: {error}") from None
+    return message, Blob(view[8 + header :])
+
+
+class Blob:
+    """Takes arrays off the rest of a frame, in order; `end` checks that all was taken."""
+
+    __slots__ = ("_at", "_view")
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._at = 0
+
+    def take(self, dtype: npt.DTypeLike, count: int) -> Arrays:
+        """The next ``count`` items, read-only. ProtocolError if the frame is too short."""
+        kind = np.dtype(dtype)
+        end = self._at + count * kind.itemsize
+        if end > len(self._view):
+            raise ProtocolError(f"the frame has {len(self._view)} bytes of arrays, {end} are needed")
+        array = np.frombuffer(self._view[self._at : end], kind)
+        self._at = end
+        return array
+
+    def keys(self, count: int) -> npt.NDArray[np.uint8]:
+        """The next ``count`` page keys, (count, 32) uint8."""
+        return self.take(np.uint8, count * KEY_BYTES).reshape(count, KEY_BYTES)
+
+    def end(self) -> None:
+        """ProtocolError if something is left."""
+        if self._at != len(self._view):
+            raise ProtocolError(f"{len(self._view) - self._at} bytes too many in a frame")
