@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies.calls import all_but, anything, ids_of, inserted, request
-from umbp.policies import EVICTION, base, fifo, ranking
+from umbp.policies import EVICTION, base
 
 CAPACITY = 24
 POLICIES = base.names(EVICTION)
+
+pytestmark = pytest.mark.usefixtures("steps")
 
 some_ids = st.lists(st.integers(0, CAPACITY - 1), max_size=8, unique=True)
 calls = st.one_of(
@@ -23,18 +24,6 @@ calls = st.one_of(
     st.tuples(st.just("evict"), st.integers(0, CAPACITY + 2), some_ids, st.integers(0, CAPACITY)),
     st.tuples(st.just("remove"), some_ids, st.booleans()),
 )
-
-
-@pytest.fixture(scope="module", params=["steps of one", "steps as shipped"], autouse=True)
-def _steps(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Queues of two and chunks of one, so that a small example meets every seam; and the real sizes."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "steps of one":
-            patch.setattr(ranking, "QUEUE_IDS_MIN", 2)
-            for module in (ranking, fifo):
-                patch.setattr(module, "CHUNK_IDS_MIN", 1)
-                patch.setattr(module, "CHUNK_IDS_MAX", 2)
-        yield
 
 
 def peeked(policy: Any, live: set[int], kept: set[int], count: int) -> list[int]:

@@ -64,6 +64,18 @@ def test_a_ghost_goes_on_from_where_it_was_and_dies_of_age() -> None:
     assert policy.statistics().returned_count == 1
 
 
+def test_a_request_uses_a_ghost_as_it_uses_a_page() -> None:
+    policy = Lrfu(8)
+    policy.on_inserted(inserted([0], fingerprints=[70]))
+    policy.on_removed(ids_of(0), evicted=True)
+    for _ in range(7):
+        policy.on_request(request([-1], fingerprints=[70]))
+    policy.on_inserted(inserted([0], fingerprints=[70]))
+    policy.on_inserted(inserted([1], now=2.9 * policy.half_life_s))
+    policy.on_inserted(inserted([2], now=3.1 * policy.half_life_s))
+    assert policy.victims(anything, 3).tolist() == [1, 0, 2]
+
+
 def test_only_evictions_leave_ghosts() -> None:
     policy = Lrfu(8)
     policy.on_inserted(inserted([0], fingerprints=[70]))

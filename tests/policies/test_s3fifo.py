@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
 from tests.policies.calls import all_but, anything, ids_of, inserted, request
 from umbp.policies.s3fifo import S3Fifo
 
 CAPACITY = 24
 KEYS = 40
+
+pytestmark = pytest.mark.usefixtures("steps")
 
 
 class DumbS3Fifo:
@@ -24,8 +25,7 @@ class DumbS3Fifo:
         self.key: dict[int, int] = {}
         self.ghosts: list[int | None] = []
 
-    def insert(self, page: int, key: int, ghost_limit: int) -> None:
-        remembered = key in self.ghosts[-ghost_limit:] if ghost_limit else False
+    def insert(self, page: int, key: int, *, remembered: bool) -> None:
         (self.main if remembered else self.small).append(page)
         if remembered:
             self.ghosts = [None if ghost == key else ghost for ghost in self.ghosts]
@@ -72,53 +72,46 @@ class DumbS3Fifo:
         raise AssertionError("four laps find a page")
 
 
-@settings(max_examples=600, deadline=None)
-@given(
-    script=st.lists(
-        st.one_of(
-            st.tuples(st.just("insert"), st.lists(st.integers(0, KEYS - 1), max_size=6, unique=True)),
-            st.tuples(st.just("request"), st.lists(st.integers(0, CAPACITY - 1), max_size=12, unique=True)),
-            st.tuples(st.just("evict"), st.integers(0, 10), st.sets(st.integers(0, CAPACITY - 1), max_size=5)),
-            st.tuples(st.just("remove"), st.lists(st.integers(0, CAPACITY - 1), max_size=3, unique=True)),
-        ),
-        max_size=60,
-    )
-)
-def test_s3fifo_equals_the_paper_one_page_at_a_time(script: list[Any]) -> None:
+@pytest.mark.parametrize("seed", range(16))
+def test_s3fifo_equals_the_paper_one_page_at_a_time(seed: int) -> None:
+    """Half of the scripts evict one page at a time, half whole batches; some keys come back, some pages are asked for often."""
+    dice = random.Random(seed)
     policy, model = S3Fifo(CAPACITY), DumbS3Fifo()
-    for verb, *arguments in script:
+    for step in range(400):
         live = model.small + model.main
+        verb = dice.choices(["insert", "request", "evict", "remove"], [4, 6, 3, 1])[0]
         if verb == "insert":
             free = [page for page in range(CAPACITY) if page not in live]
-            keys = [key for key in arguments[0] if key not in [model.key[page] for page in live]][: len(free)]
+            keys = dice.sample(
+                [key for key in range(KEYS) if key not in [model.key[page] for page in live]], min(len(free), dice.randint(0, 6))
+            )
             pages = free[: len(keys)]
             policy.on_inserted(inserted(pages, fingerprints=keys))
-            remembered = [key for key in keys if key in model.ghosts[-int(0.9 * len(live)) :]] if int(0.9 * len(live)) else []
+            recent = model.ghosts[len(model.ghosts) - int(0.9 * len(live)) :] if int(0.9 * len(live)) < len(model.ghosts) else model.ghosts
+            remembered = [key for key in keys if key in recent]
             for page, key in reversed(list(zip(pages, keys, strict=True))):
-                model.insert(page, key, len(model.ghosts) if key in remembered else 0)
+                model.insert(page, key, remembered=key in remembered)
         elif verb == "request":
-            policy.on_request(request(arguments[0]))
-            for page in set(arguments[0]) & set(live):
+            pages = dice.sample(range(CAPACITY), dice.randint(0, 12))
+            policy.on_request(request(pages))
+            for page in set(pages) & set(live):
                 model.counter[page] = min(3, model.counter[page] + 1)
         elif verb == "evict":
-            count, kept = arguments
+            kept = set(dice.sample(range(CAPACITY), dice.choice([0, 0, 4])))
+            count = 1 if seed % 2 else dice.choice([1, 2, 4, 8])
             victims = policy.victims(all_but(kept), count).tolist()
-            expected = []
             size_min = 0.1 * len(live)
-            for _ in range(count):
-                page = model.evict(kept, size_min)
-                if page is None:
-                    break
-                expected.append(page)
-            assert victims[: len(expected)] == expected
+            expected = [page for page in (model.evict(kept, size_min) for _ in range(count)) if page is not None]
+            assert victims[: len(expected)] == expected, f"seed {seed}, step {step}"
             policy.on_removed(ids_of(*expected), evicted=True)
         else:
-            policy.on_removed(ids_of(*arguments[0]), evicted=False)
-            for page in arguments[0]:
+            pages = dice.sample(range(CAPACITY), 2)
+            policy.on_removed(ids_of(*pages), evicted=False)
+            for page in pages:
                 model.remove(page)
         policy.check()
         statistics = policy.statistics()
-        assert (statistics.small_count, statistics.main_count) == (len(model.small), len(model.main))
+        assert (statistics.small_count, statistics.main_count) == (len(model.small), len(model.main)), f"seed {seed}, step {step}"
 
 
 def test_a_page_used_once_leaves_before_one_that_came_back() -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+import pytest
 
 from tests.policies.calls import all_but, anything, ids_of, inserted, request
 from umbp.policies.sieve import Sieve
 
 CAPACITY = 24
-some_ids = st.lists(st.integers(0, CAPACITY - 1), max_size=8, unique=True)
+
+pytestmark = pytest.mark.usefixtures("steps")
 
 
 class DumbSieve:
@@ -50,42 +50,35 @@ class DumbSieve:
         return page
 
 
-@settings(max_examples=400, deadline=None)
-@given(
-    script=st.lists(
-        st.one_of(
-            st.tuples(st.just("insert"), some_ids),
-            st.tuples(st.just("request"), some_ids),
-            st.tuples(st.just("evict"), st.integers(0, CAPACITY), some_ids),
-            st.tuples(st.just("remove"), some_ids),
-        ),
-        max_size=40,
-    )
-)
-def test_sieve_equals_the_paper_one_page_at_a_time(script: list[Any]) -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_sieve_equals_the_paper_one_page_at_a_time(seed: int) -> None:
+    """Long enough that the hand goes around and the log is compacted many times; steps of one and of many."""
+    dice = random.Random(seed)
     policy, model = Sieve(CAPACITY), DumbSieve()
-    for verb, *arguments in script:
+    for step in range(400):
+        pages = dice.sample(range(CAPACITY), dice.randint(0, 6))
+        verb = dice.choices(["insert", "request", "evict", "remove"], [4, 3, 4, 1])[0]
         if verb == "insert":
-            policy.on_inserted(inserted(arguments[0]))
-            for page in arguments[0]:
+            policy.on_inserted(inserted(pages))
+            for page in pages:
                 model.remove(page)
-            for page in reversed(arguments[0]):
+            for page in reversed(pages):
                 model.insert(page)
         elif verb == "request":
-            policy.on_request(request(arguments[0]))
-            model.visited |= set(arguments[0]) & set(model.queue)
+            policy.on_request(request(pages))
+            model.visited |= set(pages) & set(model.queue)
         elif verb == "evict":
-            count, kept = arguments
+            kept, count = pages if dice.random() < 0.5 else [], dice.choice([1, 2, 3, CAPACITY // 2])
             victims = policy.victims(all_but(kept), count).tolist()
             policy.on_removed(ids_of(*victims), evicted=True)
             expected = [model.evict(kept) for _ in range(count)]
-            assert victims == [page for page in expected if page is not None]
+            assert victims == [page for page in expected if page is not None], f"seed {seed}, step {step}"
         else:
-            policy.on_removed(ids_of(*arguments[0]), evicted=False)
-            for page in arguments[0]:
+            policy.on_removed(ids_of(*pages), evicted=False)
+            for page in pages:
                 model.remove(page)
         policy.check()
-        assert policy.statistics().visited_count == len(model.visited)
+        assert policy.statistics().visited_count == len(model.visited), f"seed {seed}, step {step}"
 
 
 def test_a_peek_moves_no_hand_and_a_removal_neither() -> None:

@@ -51,6 +51,8 @@ class Fifo:
 
     def discard(self, ids: I32) -> None:
         """Distinct ids that are in the queue leave it."""
+        if not len(ids):
+            return
         self.position[ids] = ABSENT
         self.count -= len(ids)
         self._trim()
@@ -76,20 +78,22 @@ class Fifo:
         assert self.hand == self.start or len(self.between(self.hand, self.end)), "the hand stands past the newest"
 
     def _trim(self) -> None:
+        size = CHUNK_IDS_MIN
         while self.end > self.start:
-            low = max(self.start, self.end - CHUNK_IDS_MAX)
+            low = max(self.start, self.end - size)
             standing = self._standing(low, self.end)
+            self.end = int(standing[-1]) + 1 if len(standing) else low
             if len(standing):
-                self.end = int(standing[-1]) + 1
                 break
-            self.end = low
+            size = min(size * 2, CHUNK_IDS_MAX)
+        size = CHUNK_IDS_MIN
         while self.start < self.end:
-            high = min(self.end, self.start + CHUNK_IDS_MAX)
+            high = min(self.end, self.start + size)
             standing = self._standing(self.start, high)
+            self.start = int(standing[0]) if len(standing) else high
             if len(standing):
-                self.start = int(standing[0])
                 break
-            self.start = high
+            size = min(size * 2, CHUNK_IDS_MAX)
         if not self.start <= self.hand < self.end:
             self.hand = self.start
 

@@ -2,7 +2,7 @@
 
 Theory of operation. Buckets of eight slots; a slot holds 32 bits of the mixed fingerprint and the number of the addition that
 wrote it. An entry is known for the next `limit` additions; a full bucket gives up its oldest. With a quarter more slots than
-`limit` about one entry in twenty is lost early. A false match needs equal 32 bits within one bucket: about one look-up in 500
+`limit` about one entry in fifteen is lost early. A false match needs equal 32 bits within one bucket: about one look-up in 500
 million.
 
 Bytes a remembered fingerprint: 10. Source: the ghost queue of S3-FIFO (SOSP'23, section 4.2) is such a table.
