@@ -10,7 +10,7 @@ In batches: whether `small` is too large is measured against the pages live when
 the furthest page evicted implies for those before it. Pages that are not eligible stay where they are. Of one insert the deepest
 page is the oldest.
 
-It is not leaf first: a page may outlive the page before it. Offered leaves only (by `eligible`), it gains 1.7 points on chat traffic.
+It is not leaf first: a page may outlive the page before it. Offered only leaves (by `eligible`) it gains 1.7 points on chat traffic.
 
 Bytes a page: 37 with its ghost. Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP'23, algorithm 1.
 """
