@@ -1,0 +1,167 @@
+"""A real pool process for tests: started, waited for, killed, restarted, and nothing of it left afterwards.
+
+    with PoolProcess() as pool:                       # 64 MiB; more options as flags: PoolProcess("--eviction", "sieve", dram="8MiB")
+        client = umbp.connect(pool.socket)
+        pool.kill()                                   # SIGKILL; the segment stays
+        pool.restart()                                # the same name, socket and memory; kills first where it still runs
+
+Each one has a name, a socket and a folder in shared memory of its own, so any number can run side by side. What it logged is in
+``pool.log()``, and in the message of the error where it does not start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+READY = "umbp.pool ready "
+START_SECONDS_MAX = 20.0
+STOP_SECONDS_MAX = 10.0
+# Runs what follows, to be killed by the kernel when the thread that started it is gone: a test run that is killed leaves no pool behind.
+TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+class PoolProcess:
+    """One pool, started when the ``with`` block begins. ``ready`` is what its ready line says."""
+
+    def __init__(self, *options: str, dram: str = "64MiB") -> None:
+        self.name = f"test-{uuid.uuid4().hex[:12]}"
+        self.folder = Path(tempfile.mkdtemp(prefix="umbp-"))  # short: the path of a socket has 107 bytes at most
+        self.shm_dir = Path(tempfile.mkdtemp(prefix="umbp-test-", dir="/dev/shm"))
+        self.socket = str(self.folder / "pool.sock")
+        self.ready: dict[str, Any] = {}
+        self._log = self.folder / "log"
+        self._process: subprocess.Popen[bytes] | None = None
+        places = ["--name", self.name, "--socket", self.socket, "--shm-dir", str(self.shm_dir), "--http", "127.0.0.1:0", "--dram", dram]
+        self.command = [sys.executable, "-m", "umbp.pool", *places, *options]
+
+    def __enter__(self) -> PoolProcess:
+        try:
+            self.start()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.stop()
+        finally:
+            self._remove()
+
+    def __repr__(self) -> str:
+        return f"<PoolProcess {self.name} {'running' if self.alive else 'stopped'} at {self.socket}>"
+
+    # -- what it is --------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def http(self) -> str:
+        """Base URL of its TCP listener, such as ``http://127.0.0.1:40123``."""
+        address = str(self.ready["http"])
+        return address if "://" in address else f"http://{address}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running or the last process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def segment(self) -> Path:
+        """Its file in shared memory."""
+        (path,) = self.shm_dir.glob("umbp.*.segment")
+        return path
+
+    def log(self) -> str:
+        """What all its lives have logged."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    # -- what is done to it ------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start and wait for the ready line."""
+        assert not self.alive
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("UMBP_")}
+        with self._log.open("ab") as log:
+            tied = [sys.executable, "-I", "-S", "-c", TIED, *self.command]
+            self._process = subprocess.Popen(tied, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environ)
+        try:
+            self.ready = json.loads(self._first_line().removeprefix(READY))
+        except BaseException:
+            self.kill()
+            raise
+
+    def restart(self, *options: str) -> None:
+        """Start again, after a kill or instead of one. ``options`` come on top from now on; the last flag wins."""
+        self.kill()
+        self.command += options
+        self.start()
+
+    def signal(self, number: int) -> None:
+        """Such as SIGSTOP and SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone. Its segment and its socket's file stay."""
+        if self.alive:
+            self.signal(signal.SIGKILL)
+        self._wait()
+
+    def stop(self) -> int:
+        """SIGTERM, and wait; its exit status (that of the kill where it had been killed)."""
+        if self.alive:
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
+        return self._wait()
+
+    def _wait(self) -> int:
+        process = self._process
+        if process is None:
+            return 0
+        try:
+            return process.wait(STOP_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_SECONDS_MAX)
+            raise AssertionError(f"{self!r} did not stop within {STOP_SECONDS_MAX} s:\n{self.log()}") from None
+        finally:
+            assert process.stdout is not None
+            process.stdout.close()
+
+    def _first_line(self) -> str:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        deadline, said = time.monotonic() + START_SECONDS_MAX, b""
+        out = self._process.stdout.fileno()
+        while not said.endswith(b"\n"):
+            readable, _, _ = select.select([out], [], [], max(0.0, deadline - time.monotonic()))
+            part = os.read(out, 4096) if readable else b""
+            if not part:
+                why = "ended" if readable else f"was not ready within {START_SECONDS_MAX} s"
+                raise AssertionError(f"the pool {why}:\n{self.log()}")
+            said += part
+        line = said.decode()
+        assert line.startswith(READY), line
+        return line
+
+    def _remove(self) -> None:
+        for folder in (self.folder, self.shm_dir):
+            shutil.rmtree(folder, ignore_errors=True)
