@@ -23,8 +23,9 @@ from umbp.errors import ConfigError, InvalidRequest, NotFound
 from umbp.grammar import SIZE_BYTES_MAX, parse_size
 from umbp.metrics import CONTENT_TYPE
 from umbp.pool import documents as doc
+from umbp.pool import items
 from umbp.pool.node import Node, SessionFacts
-from umbp.store.index import place_word
+from umbp.store.index import key_words, place_word
 from umbp.types import I64
 
 __all__ = ["Node", "SessionFacts", "make_app"]
@@ -135,8 +136,8 @@ class Choice(Body, frozen=True):
 T = TypeVar("T")
 
 
-def _part(items: Iterable[T], which: Listing) -> list[T]:
-    return list(islice(items, which.offset, which.offset + which.limit))
+def _part(every: Iterable[T], which: Listing) -> list[T]:
+    return list(islice(every, which.offset, which.offset + which.limit))
 
 
 def _size(value: int | str, field: str) -> int:
@@ -193,9 +194,9 @@ class Handlers:
     async def status(self, params: Nothing, body: Nothing) -> doc.Status:
         return doc.status_document(self.node)
 
-    async def sessions(self, params: Listing, body: Nothing) -> doc.Sessions:
+    async def sessions(self, params: Listing, body: Nothing) -> items.Sessions:
         every = self.node.sessions()
-        return doc.Sessions(total=len(every), sessions=[doc.session_document(self.node, facts) for facts in _part(every, params)])
+        return items.Sessions(total=len(every), sessions=[items.session_document(self.node, facts) for facts in _part(every, params)])
 
     # -- a cluster of one
 
@@ -244,32 +245,32 @@ class Handlers:
 
     # -- keys
 
-    async def where(self, params: OfKey, body: Nothing) -> doc.KeyDocument:
+    async def where(self, params: OfKey, body: Nothing) -> items.KeyDocument:
         pool = self.node.pool
         account = _namespace(pool, params.namespace).account
         ids = self._ids(pool, account.row, params.key)
         if not len(ids):
             on_its_way = (account.number, bytes.fromhex(params.key)) in pool.writes.in_flight
             raise NotFound("the key is being written" if on_its_way else "the key is not stored", field="key")
-        return doc.key_documents(self.node, ids)[0]
+        return items.key_documents(self.node, ids)[0]
 
-    async def where_any(self, params: AnyKey, body: Nothing) -> doc.Keys:
+    async def where_any(self, params: AnyKey, body: Nothing) -> items.Keys:
         pool, found = self.node.pool, []
         for number, row in enumerate(list(pool.namespaces), start=1):
             if row in pool.namespaces and len(ids := self._ids(pool, row, params.key)):
-                found += doc.key_documents(self.node, ids)
+                found += items.key_documents(self.node, ids)
             if number % FIND_SLICE == 0:
                 await asyncio.sleep(0)
-        return doc.Keys(keys=found)
+        return items.Keys(keys=found)
 
-    async def remove(self, params: OfKey, body: Nothing) -> doc.Removed:
+    async def remove(self, params: OfKey, body: Nothing) -> items.Removed:
         pool = self.node.pool
         row = _namespace(pool, params.namespace).account.row
         gone = pool.remove(row, np.frombuffer(bytes.fromhex(params.key), np.uint8).reshape(1, -1))
         self.node.wake()
-        return doc.Removed(removed=int(np.count_nonzero(gone)))
+        return items.Removed(removed=int(np.count_nonzero(gone)))
 
-    async def hot(self, params: Hottest, body: Nothing) -> doc.Keys:
+    async def hot(self, params: Hottest, body: Nothing) -> items.Keys:
         pool = self.node.pool
         row = -1 if params.namespace is None else _namespace(pool, params.namespace).account.row
         best = np.empty(0, np.int64)
@@ -277,13 +278,13 @@ class Handlers:
             part = np.arange(start, min(start + HOT_SLICE, pool.objects.capacity))
             best = self._hottest(pool, np.concatenate([best, part]), row, params.n)
             await asyncio.sleep(0)
-        return doc.Keys(keys=doc.key_documents(self.node, self._hottest(pool, best, row, params.n)))
+        return items.Keys(keys=items.key_documents(self.node, self._hottest(pool, best, row, params.n)))
 
     @staticmethod
     def _ids(pool: Pool, row: int, key: str) -> I64:
         """Entry ids of a key: one or none."""
         account = pool.find_namespace(row).account
-        found = pool.table.find(doc.words_of(key), account.number, place_word(account.number, account.object_bytes))
+        found = pool.table.find(items.words_of(key), account.number, place_word(account.number, account.object_bytes))
         return found.ids[found.hit]
 
     @staticmethod
@@ -301,49 +302,48 @@ class Handlers:
 
     # -- room
 
-    async def evict(self, params: Nothing, body: Evict) -> doc.Evicted:
+    async def evict(self, params: Nothing, body: Evict) -> items.Evicted:
         pool, now = self.node.pool, self.node.now
         wanted = _size(body.bytes, "bytes")
         row = -1 if body.namespace is None else _namespace(pool, body.namespace).account.row
-        first: list[doc.Victim] = []
+        first: list[items.Victim] = []
         objects = freed = 0
         deadline = now() + EVICT_SECONDS_MAX
         while freed < wanted and now() < deadline:
             ids = pool.evict(now(), wanted - freed, row=row, dry_run=body.dry_run)
             sizes = pool.objects.size[ids]
             shown = ids[: body.show - len(first)]
-            for i, key in zip(shown.tolist(), doc.key_texts(pool, shown), strict=True):
-                first.append(doc.Victim(namespace=int(pool.objects.row[i]), key=key, bytes=int(pool.objects.size[i])))
+            for i, key in zip(shown.tolist(), items.key_texts(pool, shown), strict=True):
+                first.append(items.Victim(namespace=int(pool.objects.row[i]), key=key, bytes=int(pool.objects.size[i])))
             objects += len(ids)
             freed += int(sizes.sum())
             if not len(ids) or body.dry_run:  # a preview is of one slice: the next would name the same objects again
                 break
             await asyncio.sleep(0)
-        return doc.Evicted(dry_run=body.dry_run, complete=freed >= wanted, objects=objects, bytes=freed, first=first)
+        return items.Evicted(dry_run=body.dry_run, complete=freed >= wanted, objects=objects, bytes=freed, first=first)
 
-    async def pins(self, params: Listing, body: Nothing) -> doc.Pins:
+    async def pins(self, params: Listing, body: Nothing) -> items.Pins:
         held, now = self.node.pool.leases.pins, self.node.now()
-        return doc.Pins(total=len(held), pins=[doc.pin_document(pin, now) for pin in _part(held.values(), params)])
+        return items.Pins(total=len(held), pins=[items.pin_document(pin, now) for pin in _part(held.values(), params)])
 
-    async def pin(self, params: Nothing, body: NewPin) -> doc.Pinned:
+    async def pin(self, params: Nothing, body: NewPin) -> items.Pinned:
         pool, now = self.node.pool, self.node.now()
         account = _namespace(pool, body.namespace).account
         keys = np.frombuffer(bytes.fromhex("".join(body.keys)), np.uint8).reshape(-1, 32)
-        words = np.concatenate([doc.words_of(key) for key in body.keys])
-        stored = pool.table.find(words, account.number, place_word(account.number, account.object_bytes)).hit
+        stored = pool.table.find(key_words(keys), account.number, place_word(account.number, account.object_bytes)).hit
         if not stored.any():
             raise NotFound("none of these keys is stored", field="keys")
         made = pool.pin(now, 0, account.row, keys, body.seconds, body.note)
         missing = [key for key, held in zip(body.keys, stored.tolist(), strict=True) if not held]
-        return doc.Pinned(pin=doc.pin_document(made, now), missing=missing)
+        return items.Pinned(pin=items.pin_document(made, now), missing=missing)
 
-    async def unpin(self, params: OfPin, body: Nothing) -> doc.PinDocument:
+    async def unpin(self, params: OfPin, body: Nothing) -> items.PinDocument:
         leases = self.node.pool.leases
         pin = leases.pins.get(params.pin)
         leases.unpin(params.pin)
         assert pin is not None
         self.node.wake()
-        return doc.pin_document(pin, self.node.now())
+        return items.pin_document(pin, self.node.now())
 
     # -- policies
 
@@ -374,7 +374,7 @@ def endpoints(node: Node) -> list[Endpoint]:
         Endpoint("GET", "/readyz", "Ready? 503 says: not now", do.readiness, doc.Readiness, access="anyone", also=(503,)),
         Endpoint("GET", "/metrics", "Prometheus metrics", do.scrape, str, access="local", media_type="text/plain"),
         Endpoint("GET", "/v1/status", "All about this pool", do.status, doc.Status),
-        Endpoint("GET", "/v1/sessions", "Clients", do.sessions, doc.Sessions, Listing),
+        Endpoint("GET", "/v1/sessions", "Clients", do.sessions, items.Sessions, Listing),
         Endpoint("GET", "/v1/cluster", "Sums over the nodes", do.cluster, doc.Cluster),
         Endpoint("GET", "/v1/nodes", "The nodes", do.nodes, doc.Nodes, Listing),
         Endpoint("GET", "/v1/nodes/{node}", "One node", do.one_node, doc.NodeDocument, OfNode),
@@ -382,14 +382,14 @@ def endpoints(node: Node) -> list[Endpoint]:
         Endpoint("GET", of_namespace, "One namespace", do.one_namespace, doc.NamespaceDocument, OfNamespace),
         Endpoint("PUT", of_namespace + "/quota", "Limit its bytes", do.set_quota, doc.NamespaceDocument, OfNamespace, Quota),
         Endpoint("POST", of_namespace + "/flush", "Everything of it goes", do.flush, doc.Flushed, OfNamespace),
-        Endpoint("GET", "/v1/keys/{key}", "Where a key is, in any namespace", do.where_any, doc.Keys, AnyKey),
-        Endpoint("GET", of_key, "Where a key is", do.where, doc.KeyDocument, OfKey),
-        Endpoint("DELETE", of_key, "Remove a key", do.remove, doc.Removed, OfKey),
-        Endpoint("GET", "/v1/hot", "Keys asked for most", do.hot, doc.Keys, Hottest),
-        Endpoint("POST", "/v1/evict", "Free bytes, or say what would go", do.evict, doc.Evicted, body=Evict),
-        Endpoint("GET", "/v1/pins", "Pins", do.pins, doc.Pins, Listing),
-        Endpoint("POST", "/v1/pins", "Protect keys from eviction", do.pin, doc.Pinned, body=NewPin),
-        Endpoint("DELETE", "/v1/pins/{pin}", "Take a pin back", do.unpin, doc.PinDocument, OfPin),
+        Endpoint("GET", "/v1/keys/{key}", "Where a key is, in any namespace", do.where_any, items.Keys, AnyKey),
+        Endpoint("GET", of_key, "Where a key is", do.where, items.KeyDocument, OfKey),
+        Endpoint("DELETE", of_key, "Remove a key", do.remove, items.Removed, OfKey),
+        Endpoint("GET", "/v1/hot", "Keys asked for most", do.hot, items.Keys, Hottest),
+        Endpoint("POST", "/v1/evict", "Free bytes, or say what would go", do.evict, items.Evicted, body=Evict),
+        Endpoint("GET", "/v1/pins", "Pins", do.pins, items.Pins, Listing),
+        Endpoint("POST", "/v1/pins", "Protect keys from eviction", do.pin, items.Pinned, body=NewPin),
+        Endpoint("DELETE", "/v1/pins/{pin}", "Take a pin back", do.unpin, items.PinDocument, OfPin),
         Endpoint("GET", "/v1/policies", "Policies, current and available", do.policies, doc.Policies),
         Endpoint("PUT", "/v1/policies/{kind}", "Choose a policy", do.choose_policy, doc.PolicyDocument, OfPolicy, Choice),
     ]
