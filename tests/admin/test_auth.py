@@ -201,3 +201,14 @@ async def test_refusals_are_logged_with_the_peer_and_without_the_token(caplog: p
     assert "tcp 127.0.0.1" in caplog.text
     assert "guess" not in caplog.text
     assert "\nforged" not in caplog.text
+
+
+async def test_a_route_that_is_no_endpoint_is_closed() -> None:
+    async def hello(request: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    app = application(TOKEN)
+    app.router.add_get("/live", hello)
+    async with TestClient(TestServer(app)) as c:
+        assert (await c.get("/live")).status == 401
+        assert (await c.get("/live", headers={"Authorization": f"Bearer {TOKEN}"})).status == 200
