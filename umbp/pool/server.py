@@ -28,15 +28,20 @@ import socket as sockets
 import stat
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
+import msgspec
 from aiohttp import web
 
 from umbp.config import PoolConfig
 from umbp.core.pool import Limits, Pool
 from umbp.errors import Conflict, SegmentError, Unavailable
 from umbp.grammar import Address, format_size
+from umbp.metrics import Metrics
 from umbp.pool import dram as dram_start
+from umbp.pool.documents import status_document
+from umbp.pool.readings import readings
+from umbp.pool.rest import make_app
 from umbp.pool.sessions import FrontDoor, Owner, Owners, Session
 from umbp.pool.sums import Summer
 from umbp.store import segment as segments
@@ -55,10 +60,12 @@ class PoolServer:
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self.name = config.name
-        self.started = time.time()
-        self.state = "starting"
+        self.started = time.monotonic()
+        self.state: Literal["starting", "ready", "stopping"] = "starting"
         self.progress = (0, 0)
-        self.fallbacks: list[str] = []
+        self.warnings: list[str] = []
+        self.unhealthy: list[str] = []
+        self.metrics = Metrics(lambda: readings(self))
         self.http = config.http
         self.socket = config.socket
         self._wake = asyncio.Event()
@@ -85,7 +92,8 @@ class PoolServer:
 
     def status_document(self) -> dict[str, Any]:
         """What ``/v1/status`` says."""
-        return status_document(self)
+        document: dict[str, Any] = msgspec.to_builtins(status_document(self))
+        return document
 
     async def make_sums(self, ids: I64, versions: U64) -> U64:
         """Checksums now, for a reader that wants to verify what has none yet."""
@@ -126,22 +134,19 @@ class PoolServer:
     async def _serve(self, unix: sockets.socket, tcp: sockets.socket) -> None:
         loop = asyncio.get_running_loop()
         # Until the pool stands, HTTP is served by an application that only says so.
-        runner = await self._runner(web.Application(middlewares=[self._not_yet]), over_unix=False)
-        http = await loop.create_server(lambda: self._http_protocol(over_unix=False), sock=tcp, backlog=BACKLOG)
-        self._http: dict[bool, web.AppRunner] = {False: runner, True: runner}
+        self._http = starter = await self._runner(web.Application(middlewares=[self._not_yet]))
+        http = await loop.create_server(self._http_protocol, sock=tcp, backlog=BACKLOG)
         start = loop.run_in_executor(None, dram_start.acquire, self.config, self._on_progress)
         try:
             slice_ = await start
         except BaseException:
             http.close()
-            await runner.cleanup()
+            await starter.cleanup()
             raise
         try:
-            self.fallbacks = slice_.fallbacks
+            self.warnings = slice_.fallbacks
             self._build(slice_)
-            from umbp.pool.rest import make_app  # here: rest.py describes its node by a Protocol that this class fulfils
-
-            self._http = {over: await self._runner(make_app(self, over_unix=over), over_unix=over) for over in (False, True)}
+            self._http = await self._runner(make_app(self))
             door = await loop.create_unix_server(self._front_door, sock=unix, backlog=BACKLOG)
             self.state = "ready"
             self.segment.words[segments.H_STATE] = segments.SERVING
@@ -155,7 +160,7 @@ class PoolServer:
             door.close()
         finally:
             http.close()
-            await self._shut(slice_, runner)
+            await self._shut(slice_, starter)
 
     def _build(self, slice_: dram_start.Dram) -> None:
         config, self.segment = self.config, slice_.segment
@@ -201,7 +206,7 @@ class PoolServer:
     async def _shut(self, slice_: dram_start.Dram, starter: web.AppRunner) -> None:
         for session in list(self._sessions):
             session.close()
-        runners = {id(runner): runner for runner in (*self._http.values(), starter)}.values()
+        runners = {self._http, starter}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS_MAX):
                 await asyncio.gather(*(runner.cleanup() for runner in runners))
@@ -227,7 +232,7 @@ class PoolServer:
     # -- connections -------------------------------------------------------------------------------------------------------------------
 
     def _front_door(self) -> FrontDoor:
-        return FrontDoor(self._new_session, lambda: self._http_protocol(over_unix=True))
+        return FrontDoor(self._new_session, self._http_protocol)
 
     def _new_session(self) -> Session:
         session = Session(self, self.owners, self._session_number, on_closed=self._sessions.discard)
@@ -239,13 +244,13 @@ class PoolServer:
         words[segments.H_SESSIONS] += 1
         return int(words[segments.H_SESSIONS])
 
-    def _http_protocol(self, *, over_unix: bool) -> asyncio.BaseProtocol:
-        server = self._http[over_unix].server
+    def _http_protocol(self) -> asyncio.BaseProtocol:
+        server = self._http.server
         if server is None:
             raise Unavailable("stopping")
         return server()
 
-    async def _runner(self, app: web.Application, *, over_unix: bool) -> web.AppRunner:
+    async def _runner(self, app: web.Application) -> web.AppRunner:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         return runner

@@ -22,7 +22,7 @@ import socket
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -188,10 +188,9 @@ class Session(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The upgrade was asked for; agree to it."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=UNREAD_BYTES_MAX)
-        transport.write(wire.UPGRADE_REPLY)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are transports without saying so
+        self._transport.set_write_buffer_limits(high=UNREAD_BYTES_MAX)
+        self._transport.write(wire.UPGRADE_REPLY)
         self._hello = asyncio.get_running_loop().call_later(HELLO_SECONDS_MAX, self._too_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -442,9 +441,8 @@ class FrontDoor(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Wait for the first bytes; an idle stranger is cut off by `Session`'s rule as well."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS_MAX, transport.close)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are transports without saying so
+        self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS_MAX, self._transport.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It never said what it wanted."""

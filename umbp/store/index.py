@@ -98,6 +98,10 @@ class Found:
         versions: U64 = self.rows[:, W_VERSION]
         return versions
 
+    def only(self, which: I64) -> Found:
+        """The answer for these items."""
+        return Found(self.hit[which], self.ids[which], self.rows[which])
+
 
 class IndexReader:
     """Finds keys. Stateless; any number of threads and processes."""

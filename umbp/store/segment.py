@@ -189,6 +189,14 @@ class Segment:
         """BUILDING, SERVING or STOPPED."""
         return int(self.words[H_STATE])
 
+    def is_at(self, path: str) -> bool:
+        """Whether this is the file that is at ``path`` now."""
+        try:
+            there, here = os.stat(path), os.fstat(self._fd)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
     def reader(self) -> IndexReader:
         """The index, to read."""
         return IndexReader(self.buckets, self.entries, self.words[H_MOVES : H_MOVES + 1], int(self.words[H_SEED]))

@@ -1,0 +1,50 @@
+"""UMBP, the Unified Memory & Bandwidth Pool: a KV-cache pool for LLM serving that outlives the engines it serves."""
+
+from umbp.client import AsyncNamespace, AsyncPool, Lease, Namespace, Pool, connect, connect_async
+from umbp.errors import (
+    ConfigError,
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    LeaseLost,
+    LimitReached,
+    NotFound,
+    OutOfMemory,
+    ProtocolError,
+    SegmentError,
+    UmbpError,
+    Unauthorized,
+    Unavailable,
+)
+from umbp.layout import Component, Layout, page_keys
+from umbp.types import ReadStatus, Statuses, Tier, WriteStatus
+
+__all__ = [
+    "AsyncNamespace",
+    "AsyncPool",
+    "Component",
+    "ConfigError",
+    "Conflict",
+    "DeadlineExceeded",
+    "InvalidRequest",
+    "Layout",
+    "Lease",
+    "LeaseLost",
+    "LimitReached",
+    "Namespace",
+    "NotFound",
+    "OutOfMemory",
+    "Pool",
+    "ProtocolError",
+    "ReadStatus",
+    "SegmentError",
+    "Statuses",
+    "Tier",
+    "UmbpError",
+    "Unauthorized",
+    "Unavailable",
+    "WriteStatus",
+    "connect",
+    "connect_async",
+    "page_keys",
+]

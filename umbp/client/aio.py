@@ -1,0 +1,290 @@
+"""The client for asyncio: the same operations, awaited. `connect_async`, `AsyncPool`, `AsyncNamespace`.
+
+One connection, used by any number of tasks in turn; copies above 256 KiB run in the loop's thread pool. A background task renews leases,
+sends notes, notices a lost connection and connects again. A task that is cancelled in the middle of a put gives its memory back first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from umbp import wire
+from umbp.client.address import socket_path
+from umbp.client.lease import Lease
+from umbp.client.link import ClientStatistics, Link, Opened
+from umbp.client.operations import Operations
+from umbp.client.steps import Call, Operation, T, drive
+from umbp.client.sync import CALL_SECONDS_MAX, CLOSE_SECONDS_MAX, CONNECT_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
+from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
+from umbp.layout import Namespace as Identity
+from umbp.types import Mask, Statuses
+
+
+class AsyncConnection:
+    """One session's socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, path: str) -> AsyncConnection:
+        """Connect and upgrade."""
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS_MAX):
+                reader, writer = await asyncio.open_unix_connection(path, limit=wire.FRAME_BYTES_MAX)
+                writer.write(wire.UPGRADE_REQUEST)
+                answer = await reader.readexactly(len(wire.UPGRADE_REPLY))
+        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+            raise Unavailable(f"no pool answers on {path} ({error}): start one with `python -m umbp.pool`") from error
+        if answer != wire.UPGRADE_REPLY:
+            writer.close()
+            raise Unavailable(f"{path} is not a pool, or it is not ready yet: {answer[:40]!r}")
+        return cls(reader, writer)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the other end is gone."""
+        return self._reader.at_eof() or self._writer.is_closing()
+
+    async def call(self, call: Call) -> tuple[Any, wire.Blob]:
+        """Send and receive. A call that was sent is finished even if its task is cancelled: the answer belongs to it."""
+        task = asyncio.ensure_future(self._call(call))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            with contextlib.suppress(UmbpError, asyncio.CancelledError):
+                await task
+            raise
+
+    async def _call(self, call: Call) -> tuple[Any, wire.Blob]:
+        async with self._turn:
+            try:
+                async with asyncio.timeout(CALL_SECONDS_MAX):
+                    self._writer.write(wire.encode(call.message, *call.arrays))
+                    await self._writer.drain()
+                    prefix = await self._reader.readexactly(wire.PREFIX.size)
+                    frame = prefix + await self._reader.readexactly(wire.frame_bytes(prefix) - len(prefix))
+            except TimeoutError:
+                raise DeadlineExceeded(f"the pool did not answer within {CALL_SECONDS_MAX} s") from None
+            except (OSError, asyncio.IncompleteReadError) as error:
+                raise Unavailable(f"the connection to the pool broke ({error})") from error
+        reply, blob = wire.decode_reply(frame)
+        if isinstance(reply, wire.Failed):
+            raise from_wire(reply.code, reply.message, reply.field)
+        return reply, blob
+
+    async def send(self, call: Call) -> None:
+        """Send only: notes have no reply."""
+        async with self._turn:
+            self._writer.write(wire.encode(call.message, *call.arrays))
+
+    def close(self) -> None:
+        """At once."""
+        self._writer.close()
+
+
+class AsyncPool:
+    """One client of a node's pool. Made by `connect_async`; ``await close()``, or use it in an ``async with``."""
+
+    def __init__(self, address: str, client: str) -> None:
+        self._link = Link(address, client)
+        self._connection: AsyncConnection | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<AsyncPool {self._link.address} {'connected' if self.connected else 'not connected'}>"
+
+    async def __aenter__(self) -> AsyncPool:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the pool can be asked now."""
+        return self._link.ready()
+
+    async def namespace(self, *, model: str, page_tokens: int, layout: Any, **identity: Any) -> AsyncNamespace:
+        """As `umbp.client.sync.Pool.namespace`."""
+        opened = Opened(Identity(model=model, page_tokens=page_tokens, layout=layout, **identity))
+        await drive(self._link.open_namespace(opened), self)
+        self._link.namespaces.append(opened)
+        return AsyncNamespace(self, opened)
+
+    async def status(self) -> dict[str, Any]:
+        """What the pool says of itself (``GET /v1/status``)."""
+        reply, _ = await self.call(Call(wire.GetStatus()))
+        value: dict[str, Any] = reply.value
+        return value
+
+    def statistics(self) -> ClientStatistics:
+        """Counts of this client."""
+        return self._link.statistics
+
+    async def close(self) -> None:
+        """Let go of everything; bounded in time."""
+        if self._link.closed:
+            return
+        self._link.closed = True
+        if self._task:
+            self._task.cancel()
+            await asyncio.wait([self._task], timeout=CLOSE_SECONDS_MAX)
+        if self._connection is not None and self._link.up:
+            with contextlib.suppress(UmbpError, TimeoutError):
+                async with asyncio.timeout(CLOSE_SECONDS_MAX):
+                    if (call := self._link.take_notes()) is not None:
+                        await self._connection.send(call)
+                    if not any(self._link.filling_sessions()):
+                        await self._connection.call(Call(wire.Bye()))
+        self._down()
+        self._link.unmap()
+
+    async def call(self, call: Call) -> tuple[Any, wire.Blob]:
+        """One request of an operation. Unavailable while there is no connection."""
+        connection = self._connection
+        if connection is None or (self._link.closed and not isinstance(call.message, wire.Bye)):
+            raise Unavailable("the pool is closed" if self._link.closed else f"no pool on {self._link.address} at the moment")
+        try:
+            return await connection.call(call)
+        except (Unavailable, ProtocolError):
+            if connection is self._connection:
+                self._down()
+            self._wake.set()
+            raise
+
+    async def run(self, operation: Operation[T]) -> T:
+        """Drive an operation."""
+        try:
+            return await drive(operation, self)
+        finally:
+            self.noted()
+
+    def noted(self) -> None:
+        """There may be notes to send."""
+        if self._link.notes_kept():
+            self._wake.set()
+
+    async def _connect(self) -> None:
+        self._connection = await AsyncConnection.open(self._link.address)
+        try:
+            await drive(self._link.open_steps(), self._connection)
+        except BaseException:
+            self._down()
+            raise
+
+    def _down(self) -> None:
+        self._link.up = False
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    async def _background(self) -> None:
+        backoff = RETRY_SECONDS[0]
+        while True:
+            link = self._link
+            wait = NOTE_SECONDS
+            try:
+                if not link.ready() or self._connection is None or self._connection.broken:
+                    self._down()
+                    await self._connect()
+                for session in link.settled():
+                    await self.call(Call(wire.LetGo(session)))
+                    link.owed.discard(session)
+                if due := link.due_for_renewal(time.monotonic()):
+                    asked = time.monotonic()
+                    reply, _ = await self.call(Call(wire.Renew([lease.number for lease in due])))
+                    link.renewed(due, reply.numbers, asked)
+                if self._connection is not None and (call := link.take_notes()) is not None:
+                    await self._connection.send(call)
+                backoff = RETRY_SECONDS[0]
+            except (UmbpError, OSError):
+                self._down()
+                wait, backoff = backoff, min(backoff * 2, RETRY_SECONDS[1])
+            await asyncio.sleep(wait)
+
+
+class AsyncNamespace:
+    """One namespace of a pool, for asyncio: every method as in `umbp.client.sync.Namespace`."""
+
+    def __init__(self, pool: AsyncPool, opened: Opened) -> None:
+        self._pool = pool
+        self._operations = Operations(pool._link, opened, opened.identity.layout.object_bytes)
+
+    def __repr__(self) -> str:
+        return f"<AsyncNamespace {self.identity.model!r}, objects of {self.object_bytes} bytes>"
+
+    @property
+    def identity(self) -> Identity:
+        """All fields."""
+        return self._operations.opened.identity
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of one page."""
+        return self._operations.object_bytes
+
+    async def put(self, keys: Any, values: Any, *, parent: bytes | None = None) -> Statuses:
+        """Store pages: one `WriteStatus` an item."""
+        return await self._pool.run(self._operations.put(keys, values, parent))
+
+    async def get(self, keys: Any, out: Any, *, verify: str = "never") -> Statuses:
+        """Copy pages into ``out``: one `ReadStatus` an item."""
+        return await self._pool.run(self._operations.get(keys, out, verify))
+
+    async def lookup(self, keys: Any, *, session: str = "") -> Mask:
+        """Which keys are stored, (n,) bool; no call."""
+        found = self._operations.lookup(keys, session)
+        self._pool.noted()
+        return found
+
+    async def prefix(self, keys: Any, *, session: str = "") -> int:
+        """How many leading keys are stored; no call."""
+        length = self._operations.prefix(keys, session)
+        self._pool.noted()
+        return length
+
+    @contextlib.asynccontextmanager
+    async def lease(self, keys: Any, seconds: float | None = None, *, verify: str = "never", renew: bool = True) -> AsyncGenerator[Lease]:
+        """Hold what is stored of these keys in place, in an ``async with``."""
+        lease = await self._pool.run(self._operations.lease(keys, seconds, verify, renew=renew))
+        try:
+            yield lease
+        except BaseException:
+            await self._pool.run(self._operations.release(lease))
+            raise
+        checked = lease.check()
+        await self._pool.run(self._operations.release(lease))
+        lease.raise_if_lost(checked)
+
+    async def remove(self, keys: Any) -> Mask:
+        """Make keys invisible at once; which of them were stored."""
+        return await self._pool.run(self._operations.remove(keys))
+
+    async def flush(self) -> int:
+        """Everything of this namespace is gone; how many pages that was."""
+        return await self._pool.run(self._operations.flush())
+
+    async def pin(self, keys: Any, seconds: float = 0.0, note: str = "") -> int:
+        """Keep what is stored of these keys from eviction, while this client lives; the number to `unpin`."""
+        return await self._pool.run(self._operations.pin(keys, seconds, note))
+
+    async def unpin(self, number: int) -> None:
+        """Take a pin back."""
+        await self._pool.run(self._operations.unpin(number))
+
+
+async def connect_async(address: str | None = None, *, client: str = "") -> AsyncPool:
+    """A client of the node's pool for asyncio: as `umbp.connect`."""
+    pool = AsyncPool(socket_path(address), client or f"python {os.getpid()}")
+    await pool._connect()
+    pool._task = asyncio.get_running_loop().create_task(pool._background(), name="umbp-client")
+    return pool

@@ -1,0 +1,90 @@
+"""The caller's memory as rows: one matrix, or a list of buffers.
+
+`as_rows` checks before anything is done; `Rows` then hands whole runs of a matrix to a copy function, and single buffers one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from umbp.errors import InvalidRequest
+from umbp.types import I64, U8
+
+Copy = Callable[[slice, U8], None]
+"""(which of the given items, their rows as (k, size) uint8): copies between those rows and wherever the caller of `fill` says."""
+
+
+class Rows:
+    """n rows of ``size`` bytes each."""
+
+    __slots__ = ("_list", "_matrix", "_order")
+
+    def __init__(self, matrix: U8 | None, buffers: Sequence[U8], order: I64 | None = None) -> None:
+        self._matrix = matrix
+        self._list = buffers
+        self._order = order
+
+    def __len__(self) -> int:
+        if self._order is not None:
+            return len(self._order)
+        return len(self._matrix) if self._matrix is not None else len(self._list)
+
+    def row(self, index: int) -> memoryview:
+        """One row's bytes."""
+        at = index if self._order is None else int(self._order[index])
+        return self._matrix[at].data if self._matrix is not None else self._list[at].data
+
+    def only(self, which: I64) -> Rows:
+        """These rows, numbered from 0."""
+        return Rows(self._matrix, self._list, which if self._order is None else self._order[which])
+
+    def fill(self, which: I64, copy: Copy) -> None:
+        """Call ``copy`` for runs of these rows (ascending), together all of them."""
+        rows = which if self._order is None else self._order[which]
+        if self._matrix is None:
+            for at, row in enumerate(rows.tolist()):
+                copy(slice(at, at + 1), self._list[row].reshape(1, -1))
+            return
+        cuts = np.r_[0, np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)].tolist()
+        for low, high in pairwise(cuts):
+            if high > low:
+                start = int(rows[low])
+                copy(slice(low, high), self._matrix[start : start + high - low])
+
+    read = fill
+
+
+def as_rows(values: Any, size: int, field: str, *, writable: bool) -> Rows:
+    """The caller's argument as rows of ``size`` bytes; InvalidRequest names the item at fault and shows what is right."""
+    good = f"an (n, {size}) uint8 array, or a list of buffers of {size} bytes"
+    if isinstance(values, np.ndarray):
+        if values.ndim == 0 or not values.flags.c_contiguous:
+            raise InvalidRequest("the array is not contiguous", field=field, example=good)
+        if len(values) and values.nbytes != len(values) * size:
+            raise InvalidRequest(
+                f"{values.nbytes // len(values)} bytes an item, objects of this namespace have {size}", field=field, example=good
+            )
+        if writable and not values.flags.writeable:
+            raise InvalidRequest("the array is read-only", field=field, example=good)
+        return Rows(values.reshape(len(values), -1).view(np.uint8).reshape(len(values), -1), ())
+    if not isinstance(values, list | tuple):
+        raise InvalidRequest(f"{type(values).__name__} is neither an array nor a list", field=field, example=good)
+    return Rows(None, [_one(value, size, f"{field}[{i}]", good, writable=writable) for i, value in enumerate(values)])
+
+
+def _one(value: Any, size: int, field: str, good: str, *, writable: bool) -> U8:
+    try:
+        view = memoryview(value)
+    except TypeError:
+        raise InvalidRequest(f"{type(value).__name__} is not a buffer", field=field, example=good) from None
+    if not view.c_contiguous:
+        raise InvalidRequest("the buffer is not contiguous", field=field, example=good)
+    if view.nbytes != size:
+        raise InvalidRequest(f"{view.nbytes} bytes, objects of this namespace have {size}", field=field, example=good)
+    if writable and view.readonly:
+        raise InvalidRequest("the buffer is read-only", field=field, example=good)
+    return np.frombuffer(view.cast("B") if view.nbytes else view, np.uint8)

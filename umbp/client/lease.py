@@ -1,0 +1,108 @@
+"""A lease in the hands of a client: what it holds, views of it, and whether it still counts.
+
+While it is held, the pool keeps exactly these versions where they are. It is renewed in the background at a third of its time. A process
+that was stopped for longer loses it: the memory under its views may then hold anything. So whoever used views asks `check` (or leaves the
+``with`` block, which asks) before the bytes count: a version that is still the same was there all the time, lease or no lease.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from umbp.client.link import Link, Opened
+from umbp.errors import InvalidRequest, LeaseLost
+from umbp.store.index import Found
+from umbp.types import U8, Mask
+
+
+class Lease:
+    """Protection of the stored ones of some keys. ``held``: (n,) bool, in the order of the keys."""
+
+    def __init__(
+        self,
+        link: Link,
+        opened: Opened,
+        number: int,
+        found: Found,
+        held: Mask,
+        object_bytes: int,
+        asked: float,
+        seconds: float,
+        *,
+        renew: bool,
+    ) -> None:
+        self.number = number
+        self.found = found
+        self.held = held
+        self.seconds = seconds
+        self.renew = renew
+        self.lost = False
+        self.renewed_at = asked  # before the call: the pool's clock started later
+        self._link = link
+        self._opened = opened
+        self._namespace_number = opened.number
+        self._segment = link.segment
+        self._index = link.index
+        self._object_bytes = object_bytes
+        self._over = False
+
+    @classmethod
+    def of_nothing(cls, link: Link, opened: Opened, count: int, object_bytes: int) -> Lease:
+        """A lease that holds none of ``count`` keys."""
+        none = Found(np.zeros(count, bool), np.zeros(count, np.int64), np.zeros((count, 8), np.uint64))
+        lease = cls(link, opened, 0, none, none.hit, object_bytes, time.monotonic(), 0.0, renew=False)
+        lease._over = True
+        return lease
+
+    def __repr__(self) -> str:
+        state = "lost" if self.lost else "over" if self._over else "held"
+        return f"<Lease {self.number} of {int(np.count_nonzero(self.held))} of {len(self.held)} pages, {state}>"
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+    @property
+    def expired(self) -> bool:
+        """Whether its time is over by this process's clock; the pool may have ended it."""
+        return self.lost or time.monotonic() > self.renewed_at + self.seconds
+
+    def view(self, index: int) -> U8:
+        """The bytes of item ``index``: (object_bytes,) uint8, read-only, in place. Valid while the lease is held; see `check`."""
+        if not self.held[index]:
+            raise InvalidRequest(f"item {index} is not held by this lease", field="index", example="an index where lease.held is True")
+        if self._over:
+            raise LeaseLost("this lease was released")
+        assert self._segment is not None
+        offset = int(self.found.rows[index, 5])
+        view: U8 = self._segment.data.array[offset : offset + self._object_bytes].view()
+        view.flags.writeable = False
+        return view
+
+    def check(self) -> Mask:
+        """Which items were whole until now; (n,) bool. What was read from a view before this call counts exactly where it is True."""
+        if self._index is None:
+            return np.zeros(len(self.held), bool)
+        same: Mask = self._index.versions_of(self.found.ids) == self.found.versions
+        if self.expired and self._link.ready() and self._link.segment is self._segment:
+            same &= self._link.number_of(self._opened) == self._namespace_number
+        # A leased object that was removed is invisible (its version is 0) and still in place: held, as long as the lease is.
+        return self.held & (same | (not self.expired and not self._over))
+
+    def end(self) -> bool:
+        """Mark as over; True if the pool must be told."""
+        if self._over:
+            return False
+        self._over = True
+        self._link.leases.pop(self.number, None)
+        return True
+
+    def raise_if_lost(self, checked: Mask) -> None:
+        """LeaseLost if the lease was lost and items that it held are not what they were."""
+        if self.lost and (gone := np.flatnonzero(self.held & ~checked)).size:
+            self._link.statistics.leases_lost += 1
+            raise LeaseLost(
+                f"the lease was lost (this process was stopped for more than {self.seconds} s, or the pool restarted) and "
+                f"{len(gone)} of its pages changed, the first is item {gone[0]}: what was read of them does not count"
+            )

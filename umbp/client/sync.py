@@ -1,0 +1,395 @@
+"""The client for plain callers: `connect`, `Pool`, `Namespace`.
+
+Any number of threads may use one `Pool`: calls on its one connection take turns, lookups and copies do not wait for anyone. A background
+thread renews leases, sends notes, notices a lost connection (the kernel wakes it) and connects again. After a fork the child starts with
+a connection of its own at its first use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Generator
+from typing import Any
+
+from umbp import wire
+from umbp.client.address import socket_path
+from umbp.client.lease import Lease
+from umbp.client.link import ClientStatistics, Link, Opened
+from umbp.client.operations import Operations
+from umbp.client.steps import Call, Operation, T, run
+from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
+from umbp.layout import Namespace as Identity
+from umbp.types import Mask, Statuses
+
+CALL_SECONDS_MAX = 5.0
+CONNECT_SECONDS_MAX = 2.0
+NOTE_SECONDS = 0.05  # a note waits this long for others
+RETRY_SECONDS = (0.05, 1.0)  # between attempts to connect again: first, longest
+CLOSE_SECONDS_MAX = 2.0
+
+
+class Connection:
+    """One session's socket: a request, then its reply. Not for two threads at once."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._socket.settimeout(CONNECT_SECONDS_MAX)
+            self._socket.connect(path)
+            self._socket.sendall(wire.UPGRADE_REQUEST)
+            answer = self._exactly(len(wire.UPGRADE_REPLY))
+            if bytes(answer) != wire.UPGRADE_REPLY:
+                raise Unavailable(f"{path} is not a pool, or it is not ready yet: {bytes(answer[:40])!r}")
+            self._socket.settimeout(CALL_SECONDS_MAX)
+        except OSError as error:
+            self.close()
+            raise Unavailable(f"no pool answers on {path} ({error.strerror or error}): start one with `python -m umbp.pool`") from error
+        except BaseException:
+            self.close()
+            raise
+
+    def fileno(self) -> int:
+        """For `select`."""
+        return self._socket.fileno()
+
+    def call(self, call: Call) -> tuple[Any, wire.Blob]:
+        """Send and receive. Unavailable if the connection broke, DeadlineExceeded if nothing came; then it is of no more use."""
+        self.send(call)
+        try:
+            prefix = self._exactly(wire.PREFIX.size)
+            frame = bytearray(prefix)
+            frame += self._exactly(wire.frame_bytes(prefix) - len(prefix))
+        except TimeoutError:
+            raise DeadlineExceeded(f"the pool did not answer within {CALL_SECONDS_MAX} s") from None
+        except OSError as error:
+            raise Unavailable(f"the connection to the pool broke ({error})") from error
+        reply, blob = wire.decode_reply(frame)
+        if isinstance(reply, wire.Failed):
+            raise from_wire(reply.code, reply.message, reply.field)
+        return reply, blob
+
+    def send(self, call: Call) -> None:
+        """Send only: notes have no reply."""
+        try:
+            self._socket.sendall(wire.encode(call.message, *call.arrays))
+        except TimeoutError:
+            raise DeadlineExceeded(f"the pool did not read within {CALL_SECONDS_MAX} s") from None
+        except OSError as error:
+            raise Unavailable(f"the connection to the pool broke ({error})") from error
+
+    def _exactly(self, count: int) -> bytearray:
+        data = bytearray(count)
+        view, at = memoryview(data), 0
+        while at < count:
+            got = self._socket.recv_into(view[at:])
+            if not got:
+                raise Unavailable("the pool closed the connection")
+            at += got
+        return data
+
+    def close(self) -> None:
+        """At once."""
+        self._socket.close()
+
+
+class Pool:
+    """One client of a node's pool. Made by `connect`; `close` it, or use it in a ``with``."""
+
+    def __init__(self, address: str, client: str) -> None:
+        self._link = Link(address, client)
+        self._connection: Connection | None = None
+        self._lock = threading.RLock()
+        self._wake_read, self._wake_write = os.pipe()
+        self._stop = False
+        self._thread: threading.Thread | None = None
+        self._connect()
+        self._start()
+        _pools.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Pool {self._link.address} {'connected' if self.connected else 'not connected'}>"
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def connected(self) -> bool:
+        """Whether the pool can be asked now. While it cannot, reads answer BUSY, writes UNAVAILABLE, at once."""
+        return self._link.ready()
+
+    @property
+    def boot(self) -> int:
+        """Boot id of the pool that this client is, or was last, connected to."""
+        return self._link.welcome.boot if self._link.welcome else 0
+
+    def namespace(self, *, model: str, page_tokens: int, layout: Any, **identity: Any) -> Namespace:
+        """A namespace of the pool, made if it is new: see `umbp.layout.Namespace` for the fields. Any field that differs is another."""
+        opened = Opened(Identity(model=model, page_tokens=page_tokens, layout=layout, **identity))
+        with self._lock:
+            run(self._link.open_namespace(opened), self)
+            self._link.namespaces.append(opened)
+        return Namespace(self, opened)
+
+    def status(self) -> dict[str, Any]:
+        """What the pool says of itself (``GET /v1/status``)."""
+        reply, _ = self.call(Call(wire.GetStatus()))
+        value: dict[str, Any] = reply.value
+        return value
+
+    def statistics(self) -> ClientStatistics:
+        """Counts of this client."""
+        return self._link.statistics
+
+    def flush_notes(self) -> None:
+        """Send the access history kept so far now, instead of within 50 ms."""
+        with self._lock, contextlib.suppress(Unavailable):
+            self._send_notes()
+
+    def close(self) -> None:
+        """Let go of everything; bounded in time, and does nothing the second time."""
+        if self._link.closed:
+            return
+        self._link.closed = True
+        self._stop = True
+        self._wake()
+        if self._thread and self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_SECONDS_MAX)
+        got = self._lock.acquire(timeout=CLOSE_SECONDS_MAX)
+        try:
+            if got and self._connection is not None and self._link.up:
+                with contextlib.suppress(UmbpError, OSError):
+                    self._send_notes()
+                    if not any(self._link.filling_sessions()):
+                        self._connection.call(Call(wire.Bye()))
+            self._down()
+        finally:
+            if got:
+                self._lock.release()
+        self._link.unmap()
+        for fd in (self._wake_read, self._wake_write):
+            os.close(fd)
+        _pools.discard(self)
+
+    # -- for operations ----------------------------------------------------------------------------------------------------------------
+
+    def call(self, call: Call) -> tuple[Any, wire.Blob]:
+        """One request of an operation. Unavailable while there is no connection."""
+        with self._lock:
+            if self._connection is None or self._link.closed:
+                raise Unavailable("the pool is closed" if self._link.closed else f"no pool on {self._link.address} at the moment")
+            try:
+                return self._connection.call(call)
+            except (Unavailable, ProtocolError):
+                self._down()
+                self._wake()
+                raise
+
+    def run(self, operation: Operation[T]) -> T:
+        """Drive an operation; sends notes if there are many."""
+        self._start()
+        try:
+            return run(operation, self)
+        finally:
+            self.noted()
+
+    def noted(self) -> None:
+        """There may be notes to send."""
+        if self._link.notes_kept() == 1 or self._link.notes_due():
+            self._wake()
+
+    # -- the background ----------------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None and not self._link.closed:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(target=_background, args=(weakref.ref(self),), name="umbp-client", daemon=True)
+                    self._thread.start()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            os.write(self._wake_write, b"x")
+
+    def _connect(self) -> None:
+        connection = Connection(self._link.address)
+        self._connection = connection
+        try:
+            run(self._link.open_steps(), connection)
+        except BaseException:
+            self._down()
+            raise
+
+    def _down(self) -> None:
+        self._link.up = False
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _send_notes(self) -> None:
+        if self._connection is not None and (call := self._link.take_notes()) is not None:
+            self._connection.send(call)
+
+    def _round(self, backoff: float) -> tuple[float, float]:
+        """One look at what is to be done; seconds until the next, and the next back-off."""
+        link = self._link
+        with self._lock:
+            if link.closed:
+                return 0.0, backoff
+            try:
+                if not link.ready():
+                    self._down()
+                    self._connect()
+                for session in link.settled():
+                    self.call(Call(wire.LetGo(session)))
+                    link.owed.discard(session)
+                if due := link.due_for_renewal(time.monotonic()):
+                    asked = time.monotonic()
+                    reply, _ = self.call(Call(wire.Renew([lease.number for lease in due])))
+                    link.renewed(due, reply.numbers, asked)
+                self._send_notes()
+            except (UmbpError, OSError):
+                self._down()
+                return backoff, min(backoff * 2, RETRY_SECONDS[1])
+        return link.seconds_to_renewal(time.monotonic()), RETRY_SECONDS[0]
+
+    def _after_fork(self) -> None:
+        """In the child: the connection is the parent's, and only ours to close."""
+        self._lock = threading.RLock()
+        self._link.forked()
+        self._thread = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        for fd in (self._wake_read, self._wake_write):
+            os.close(fd)
+        self._wake_read, self._wake_write = os.pipe()
+
+
+def _background(reference: weakref.ref[Pool]) -> None:
+    """The background thread. Holds no reference between two rounds, so that a pool that nobody uses any more can go."""
+    backoff = RETRY_SECONDS[0]
+    while True:
+        pool = reference()
+        if pool is None or pool._stop:
+            return
+        wait, backoff = pool._round(backoff)
+        poll = select.poll()
+        poll.register(pool._wake_read, select.POLLIN)
+        if pool._connection is not None:
+            poll.register(pool._connection.fileno(), select.POLLRDHUP)
+        wake = pool._wake_read
+        del pool
+        events = poll.poll(max(1, int(min(wait, 10.0) * 1000)))
+        if any(fd == wake for fd, _ in events):
+            with contextlib.suppress(OSError):
+                os.read(wake, 4096)
+            time.sleep(NOTE_SECONDS)  # a note waits for others
+
+
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for pool in list(_pools):
+        pool._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+class Namespace:
+    """One namespace of a pool: pages of one size, by key. ``keys`` is an (n, 32) uint8 array or a list of 32-byte strings."""
+
+    def __init__(self, pool: Pool, opened: Opened) -> None:
+        self._pool = pool
+        self._operations = Operations(pool._link, opened, opened.identity.layout.object_bytes)
+
+    def __repr__(self) -> str:
+        return f"<Namespace {self.identity.model!r}, objects of {self.object_bytes} bytes>"
+
+    @property
+    def identity(self) -> Identity:
+        """All fields."""
+        return self._operations.opened.identity
+
+    @property
+    def object_bytes(self) -> int:
+        """Bytes of one page."""
+        return self._operations.object_bytes
+
+    def put(self, keys: Any, values: Any, *, parent: bytes | None = None) -> Statuses:
+        """Store pages: one `WriteStatus` an item (stored, exists, or the reason why it was refused).
+
+        ``values``: an (n, object_bytes) array, or a list of buffers. Keys of one call are taken as consecutive pages; ``parent`` is the
+        key before the first, where there is one. Nothing is visible before it is whole. InvalidRequest changes nothing.
+        """
+        return self._pool.run(self._operations.put(keys, values, parent))
+
+    def get(self, keys: Any, out: Any, *, verify: str = "never") -> Statuses:
+        """Copy pages into ``out``, an (n, object_bytes) array or a list of buffers: one `ReadStatus` an item, no exception for a miss.
+
+        What is not a HIT leaves its row undefined. ``verify``: compare checksums of no, some or all pages ("never", "sampled", "always").
+        """
+        return self._pool.run(self._operations.get(keys, out, verify))
+
+    def lookup(self, keys: Any, *, session: str = "") -> Mask:
+        """Which keys are stored, (n,) bool; no call. Protects nothing. ``session`` names the conversation, for the access history."""
+        found = self._operations.lookup(keys, session)
+        self._pool.noted()
+        return found
+
+    def prefix(self, keys: Any, *, session: str = "") -> int:
+        """How many leading keys are stored; no call."""
+        length = self._operations.prefix(keys, session)
+        self._pool.noted()
+        return length
+
+    @contextlib.contextmanager
+    def lease(self, keys: Any, seconds: float | None = None, *, verify: str = "never", renew: bool = True) -> Generator[Lease]:
+        """Hold what is stored of these keys in place: ``with ns.lease(keys) as lease: lease.held, lease.view(i)``.
+
+        ``seconds``: time without renewal until the pool takes it back (default: the pool's); it is renewed in the background unless
+        ``renew`` is False. LeaseLost at the end if it was lost and pages changed under it.
+        """
+        lease = self._pool.run(self._operations.lease(keys, seconds, verify, renew=renew))
+        try:
+            yield lease
+        except BaseException:
+            self._pool.run(self._operations.release(lease))
+            raise
+        checked = lease.check()
+        self._pool.run(self._operations.release(lease))
+        lease.raise_if_lost(checked)
+
+    def remove(self, keys: Any) -> Mask:
+        """Make keys invisible at once; which of them were stored, (n,) bool."""
+        return self._pool.run(self._operations.remove(keys))
+
+    def flush(self) -> int:
+        """The weights changed: everything of this namespace is gone, writes on their way included. How many pages that was."""
+        return self._pool.run(self._operations.flush())
+
+    def pin(self, keys: Any, seconds: float = 0.0, note: str = "") -> int:
+        """Keep what is stored of these keys from eviction, while this client lives; the number to `unpin`."""
+        return self._pool.run(self._operations.pin(keys, seconds, note))
+
+    def unpin(self, number: int) -> None:
+        """Take a pin back."""
+        self._pool.run(self._operations.unpin(number))
+
+
+def connect(address: str | None = None, *, client: str = "") -> Pool:
+    """A client of the node's pool: ``address`` is its Unix socket; without it ``UMBP_POOL``, else the default socket.
+
+    Unavailable, with what to do, if no pool answers there. ``client`` is the name shown in the pool's list of sessions.
+    """
+    return Pool(socket_path(address), client or f"python {os.getpid()}")

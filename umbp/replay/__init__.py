@@ -1,0 +1,1 @@
+"""A trace driven through a running pool by engine processes that verify every byte they read."""
