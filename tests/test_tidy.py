@@ -23,7 +23,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"config", "machine", "layout", "metrics", "wire", "policies", "kernels"}),
     frozenset({"core", "store", "admin"}),
     frozenset({"transport", "client", "sim", "master"}),
-    frozenset({"pool", "loader", "doctor"}),
+    frozenset({"pool", "loader", "doctor", "replay"}),
     frozenset({"cli", "integrations"}),
 )
 # The one step sideways: the index is arrays and arithmetic, so the pure pool writes it; it is held pure like the core.
