@@ -107,9 +107,9 @@ class Flush(Message, frozen=True, tag="flush"):
 
 
 class Note(Message, frozen=True, tag="note"):
-    """Key lists of requests: (row, keys) pairs; no reply. Arrays: keys u8[sum of the counts, 32]."""
+    """Key lists of requests: (row, number of keys, conversation or 0) each; no reply. Arrays: keys u8[sum of the numbers, 32]."""
 
-    requests: Annotated[list[tuple[Row, Count]], msgspec.Meta(max_length=4096)]
+    requests: Annotated[list[tuple[Row, Count, Number]], msgspec.Meta(max_length=4096)]
 
 
 class Corrupt(Message, frozen=True, tag="corrupt"):

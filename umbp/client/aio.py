@@ -18,7 +18,7 @@ from umbp.client.address import socket_path
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
 from umbp.client.operations import Operations
-from umbp.client.steps import Call, Operation, T, drive
+from umbp.client.steps import Call, Operation, Send, T, drive
 from umbp.client.sync import CALL_SECONDS_MAX, CLOSE_SECONDS_MAX, CONNECT_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
@@ -80,8 +80,8 @@ class AsyncConnection:
             raise from_wire(reply.code, reply.message, reply.field)
         return reply, blob
 
-    async def send(self, call: Call) -> None:
-        """Send only: notes have no reply."""
+    async def send(self, call: Send) -> None:
+        """Send only."""
         async with self._turn:
             self._writer.write(wire.encode(call.message, *call.arrays))
 
@@ -160,6 +160,12 @@ class AsyncPool:
                 self._down()
             self._wake.set()
             raise
+
+    async def send(self, call: Send) -> None:
+        """One message of an operation that has no reply."""
+        if self._connection is None:
+            raise Unavailable(f"no pool on {self._link.address} at the moment")
+        await self._connection.send(call)
 
     async def run(self, operation: Operation[T]) -> T:
         """Drive an operation."""

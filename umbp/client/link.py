@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from umbp import wire
-from umbp.client.steps import Call, Operation
+from umbp.client.steps import Call, Operation, Send
 from umbp.errors import SegmentError, Unavailable
 from umbp.layout import Namespace
 from umbp.store import memory, segment
@@ -81,7 +81,7 @@ class Link:
         self.owed: set[int] = set()
         self._boot = 0
         self._filling: Counter[int] = Counter()
-        self._notes: deque[tuple[int, U8]] = deque()
+        self._notes: deque[tuple[int, U8, int]] = deque()
         self._note_bytes = 0
         self._lock = threading.Lock()
 
@@ -193,10 +193,10 @@ class Link:
 
     # -- notes -------------------------------------------------------------------------------------------------------------------------
 
-    def note(self, row: int, keys: U8) -> None:
+    def note(self, row: int, keys: U8, conversation: int) -> None:
         """Keep a request's key list for the pool."""
         with self._lock:
-            self._notes.append((row, keys))
+            self._notes.append((row, keys, conversation))
             self._note_bytes += keys.nbytes
             while len(self._notes) > NOTES_MAX or (self._note_bytes > NOTE_BYTES_MAX and len(self._notes) > 1):
                 self._note_bytes -= self._notes.popleft()[1].nbytes
@@ -215,18 +215,19 @@ class Link:
         with self._lock:
             if not self._notes:
                 return False
-            last_row, last = self._notes[-1]
+            last_row, last, _ = self._notes[-1]
         n = len(keys)
         return row == last_row and n <= len(last) and bool((keys[0] == last[0]).all() and (keys[-1] == last[n - 1]).all())
 
-    def take_notes(self) -> Call | None:
+    def take_notes(self) -> Send | None:
         """All notes as one message; None if there are none."""
         with self._lock:
             if not self._notes:
                 return None
             notes, self._notes, self._note_bytes = list(self._notes), deque(), 0
         self.statistics.notes_sent += len(notes)
-        return Call(wire.Note([(row, len(keys)) for row, keys in notes]), (np.concatenate([keys for _, keys in notes]),))
+        heads = [(row, len(keys), conversation) for row, keys, conversation in notes]
+        return Send(wire.Note(heads), (np.concatenate([keys for _, keys, _ in notes]),))
 
     # -- the mapping -------------------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ Every answer is per item. No pool, a stopped pool, a frozen pool: BUSY for reads
 
 from __future__ import annotations
 
+import hashlib
 import time
 from typing import Any
 
@@ -70,7 +71,7 @@ class Operations:
         if not len(array):
             return np.zeros(0, bool)
         found = self.find(array)
-        self._note(array)
+        self._note(array, session)
         return np.zeros(len(array), bool) if found is None else found.hit
 
     def prefix(self, keys: Any, session: str) -> int:
@@ -266,6 +267,8 @@ class Operations:
     def _write(self, keys: U8, which: I64, rows: Rows, parent: bytes) -> Operation[U8]:
         """Reserve, fill, commit what is absent of these keys; PENDING for what another is writing."""
         link = self.link
+        if (notes := link.take_notes()) is not None:  # before the write: what a request missed was not there when it asked
+            yield notes
         reply, blob = yield Call(wire.Reserve(self.opened.row, len(keys), 0.0, parent.hex()), (keys,))
         status: U8 = blob.take(np.uint8, reply.n).copy()
         mine = blob.take(np.uint8, reply.n).astype(bool)
@@ -322,8 +325,10 @@ class Operations:
         """Take a pin back."""
         yield Call(wire.Unpin(number))
 
-    def _note(self, keys: U8) -> None:
-        self.link.note(self.opened.row, keys)
+    def _note(self, keys: U8, session: str = "") -> None:
+        """Keep the access history. A conversation's name travels as 63 bits of its digest."""
+        number = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8], "little") >> 1 if session else 0
+        self.link.note(self.opened.row, keys, number)
 
 
 def _check_lengths(keys: U8, rows: Rows, field: str) -> None:

@@ -29,6 +29,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Send:
+    """One message that has no reply."""
+
+    message: wire.Message
+    arrays: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """A function that keeps a core busy for about as long as copying ``size_bytes``; it must not be abandoned half way."""
 
@@ -43,7 +51,7 @@ class Pause:
     seconds: float
 
 
-Step: TypeAlias = Call | Work | Pause
+Step: TypeAlias = Call | Send | Work | Pause
 Operation: TypeAlias = Generator[Step, Any, T]
 
 
@@ -51,12 +59,14 @@ class Caller(Protocol):
     """A connection for plain callers."""
 
     def call(self, call: Call) -> tuple[Any, wire.Blob]: ...
+    def send(self, call: Send) -> None: ...
 
 
 class AsyncCaller(Protocol):
     """A connection for asyncio callers."""
 
     async def call(self, call: Call) -> tuple[Any, wire.Blob]: ...
+    async def send(self, call: Send) -> None: ...
 
 
 def run(operation: Operation[T], caller: Caller) -> T:
@@ -75,6 +85,8 @@ def run(operation: Operation[T], caller: Caller) -> T:
                 result = caller.call(step)
             elif isinstance(step, Work):
                 result = step.function()
+            elif isinstance(step, Send):
+                caller.send(step)
             else:
                 time.sleep(step.seconds)
         except BaseException as raised:  # noqa: BLE001 - all of it is the operation's to handle, cancellation too
@@ -101,6 +113,8 @@ async def drive(operation: Operation[T], caller: AsyncCaller) -> T:
 async def _step(step: Step, caller: AsyncCaller) -> Any:
     if isinstance(step, Call):
         return await caller.call(step)
+    if isinstance(step, Send):
+        return await caller.send(step)
     if isinstance(step, Pause):
         return await asyncio.sleep(step.seconds)
     if step.size_bytes <= INLINE_BYTES_MAX:

@@ -22,7 +22,7 @@ from umbp.client.address import socket_path
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
 from umbp.client.operations import Operations
-from umbp.client.steps import Call, Operation, T, run
+from umbp.client.steps import Call, Operation, Send, T, run
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
 from umbp.types import Mask, Statuses
@@ -74,8 +74,8 @@ class Connection:
             raise from_wire(reply.code, reply.message, reply.field)
         return reply, blob
 
-    def send(self, call: Call) -> None:
-        """Send only: notes have no reply."""
+    def send(self, call: Call | Send) -> None:
+        """Send only."""
         try:
             self._socket.sendall(wire.encode(call.message, *call.arrays))
         except TimeoutError:
@@ -184,14 +184,27 @@ class Pool:
     def call(self, call: Call) -> tuple[Any, wire.Blob]:
         """One request of an operation. Unavailable while there is no connection."""
         with self._lock:
-            if self._connection is None or self._link.closed:
-                raise Unavailable("the pool is closed" if self._link.closed else f"no pool on {self._link.address} at the moment")
             try:
-                return self._connection.call(call)
+                return self._connected().call(call)
             except (Unavailable, ProtocolError):
                 self._down()
                 self._wake()
                 raise
+
+    def send(self, call: Send) -> None:
+        """One message of an operation that has no reply."""
+        with self._lock:
+            try:
+                self._connected().send(call)
+            except Unavailable:
+                self._down()
+                self._wake()
+                raise
+
+    def _connected(self) -> Connection:
+        if self._connection is None or self._link.closed:
+            raise Unavailable("the pool is closed" if self._link.closed else f"no pool on {self._link.address} at the moment")
+        return self._connection
 
     def run(self, operation: Operation[T]) -> T:
         """Drive an operation; sends notes if there are many."""

@@ -318,7 +318,7 @@ class Pool:
         )
         return lease, held & good
 
-    def note(self, now: float, row: int, keys: U8) -> None:
+    def note(self, now: float, row: int, keys: U8, conversation: int = 0) -> None:
         """A request asked for these keys: the access history."""
         state = self.namespaces.get(row)
         if state is None:
@@ -328,7 +328,7 @@ class Pool:
         found = self.table.find(words, account.number, place_word(account.number, account.object_bytes))
         prints = hashes(words, np.uint64(account.number), self.table.seed)
         ids = np.where(found.hit, found.ids, -1)
-        request = Request(now, ids.astype(np.int32), prints)
+        request = Request(now, ids.astype(np.int32), prints, conversation)
         self.objects.request(request)
         self.admission.on_request(request)
         self.counters.notes += 1

@@ -53,11 +53,13 @@ class Request:
 
     ``ids`` has -1 where the key was not stored when it was asked for; ``fingerprints`` has them all. A request is told before the
     insert of what it missed, or else with -1 for it: a page that this very request led to putting was not used a second time.
+    ``conversation`` is a number of the session that asked, 0 where it is not known.
     """
 
     now: float
     ids: I32
     fingerprints: U64
+    conversation: int = 0
 
 
 class EvictionPolicy(Protocol):

@@ -354,8 +354,8 @@ class Session(asyncio.Protocol):
         return wire.encode(wire.Numbers([count]))
 
     def note(self, message: wire.Note, blob: wire.Blob, now: float) -> bytes:
-        for row, count in message.requests:
-            self.server.pool.note(now, row, blob.keys(count))
+        for row, count, conversation in message.requests:
+            self.server.pool.note(now, row, blob.keys(count), conversation)
         blob.end()
         return b""
 
