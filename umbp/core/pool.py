@@ -109,6 +109,7 @@ class Pool:
         self.namespaces: dict[int, NamespaceState] = {}  # by row
         self.by_digest: dict[bytes, NamespaceState] = {}
         self.counters = Counters()
+        self._limited: dict[int, None] = {}  # rows with a quota
         self._doomed: list[I64] = []  # ids of flushed namespaces, still to be removed
         self._unsummed: deque[tuple[I64, U64]] = deque()
         self._counter = counter
@@ -205,6 +206,10 @@ class Pool:
         account = self.find_namespace(row).account
         account.quota_bytes = quota_bytes
         self.rows[row, 2] = quota_bytes
+        if quota_bytes:
+            self._limited[row] = None
+        else:
+            self._limited.pop(row, None)
 
     def flush(self, row: int) -> int:
         """Everything of a namespace is gone from now on, writes on their way included; how many objects."""
@@ -219,6 +224,8 @@ class Pool:
     def _enter(self, state: NamespaceState) -> None:
         self.namespaces[state.account.row] = self.by_digest[state.digest] = state
         self.objects.accounts[state.account.row] = state.account
+        if state.account.quota_bytes:
+            self._limited[state.account.row] = None
 
     def _free_row(self) -> int:
         free = np.flatnonzero(self.rows[:, 0] == 0)
@@ -436,8 +443,9 @@ class Pool:
             if len(rest):
                 self._doomed.append(rest)
             busy = True
-        for account in self.objects.accounts.values():
-            if 0 < account.quota_bytes < account.held_bytes and account.live_keys:
+        for row in self._limited:
+            account = self.objects.accounts[row]
+            if account.quota_bytes < account.held_bytes and account.live_keys:
                 busy |= self.room.shrink(now, account) > 0
         return self.room.evict_slice(now) > 0 or busy
 
