@@ -1,0 +1,5 @@
+"""The `umbp` command."""
+
+from umbp.cli.app import main
+
+__all__ = ["main"]
