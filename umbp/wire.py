@@ -22,6 +22,7 @@ from umbp.types import KEY_BYTES
 VERSION = 1
 FRAME_BYTES_MAX = 8 << 20  # 65,536 keys with ids, versions and sums are 3.4 MiB
 HEADER_BYTES_MAX = 64 << 10
+BATCH_MAX = 8192  # keys of one call that costs the pool a microsecond a key: 10 ms is the longest that it is away from others
 PREFIX = struct.Struct("<II")
 
 UPGRADE_PATH = "/v1/session"
@@ -29,10 +30,13 @@ UPGRADE_REQUEST = b"GET /v1/session HTTP/1.1\r\nHost: umbp\r\nConnection: Upgrad
 UPGRADE_REPLY = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: umbp-session/1\r\n\r\n"
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
+Batch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=BATCH_MAX)]
 Row: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
-Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
+SECONDS_MAX = 86_400
+TEXT_CHARS_MAX = 256
+Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
+Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
 
 
@@ -58,10 +62,11 @@ class OpenNamespace(Message, frozen=True, tag="namespace"):
 
 
 class Reserve(Message, frozen=True, tag="reserve"):
-    """Room for new pages. ``parent`` is the key before the first, or "". Arrays: keys u8[n, 32]."""
+    """Room for new pages. ``number`` is the namespace's; ``parent`` the key before the first, or "". Arrays: keys u8[n, 32]."""
 
     row: Row
-    n: Count
+    number: Number
+    n: Batch
     seconds: Seconds = 0.0
     parent: Hex = ""
 
@@ -70,7 +75,7 @@ class Commit(Message, frozen=True, tag="commit"):
     """End of a reservation. Arrays: filled u8[m], sums u64[m] if ``sums``."""
 
     number: Number
-    m: Count
+    m: Batch
     sums: bool = False
 
 
@@ -97,13 +102,15 @@ class Remove(Message, frozen=True, tag="remove"):
     """Arrays: keys u8[n, 32]."""
 
     row: Row
-    n: Count
+    number: Number
+    n: Batch
 
 
 class Flush(Message, frozen=True, tag="flush"):
     """Everything of a namespace goes."""
 
     row: Row
+    number: Number
 
 
 class Note(Message, frozen=True, tag="note"):
@@ -134,6 +141,7 @@ class Pin(Message, frozen=True, tag="pin"):
     """Pin what is stored of these keys for this session. Arrays: keys u8[n, 32]."""
 
     row: Row
+    number: Number
     n: Count
     seconds: Seconds = 0.0
     note: Text = ""

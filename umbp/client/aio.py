@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from umbp import wire
@@ -115,9 +115,10 @@ class AsyncPool:
 
     async def namespace(self, *, model: str, page_tokens: int, layout: Any, **identity: Any) -> AsyncNamespace:
         """As `umbp.client.sync.Pool.namespace`."""
-        opened = Opened(Identity(model=model, page_tokens=page_tokens, layout=layout, **identity))
-        await drive(self._link.open_namespace(opened), self)
-        self._link.namespaces.append(opened)
+        opened = self._link.opened(Identity(model=model, page_tokens=page_tokens, layout=layout, **identity))
+        if opened not in self._link.namespaces:
+            await drive(self._link.open_namespace(opened), self)
+            self._link.namespaces.append(opened)
         return AsyncNamespace(self, opened)
 
     async def status(self) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class AsyncPool:
                 async with asyncio.timeout(CLOSE_SECONDS_MAX):
                     if (call := self._link.take_notes()) is not None:
                         await self._connection.send(call)
-                    if not any(self._link.filling_sessions()):
+                    if not self._link.is_filling():
                         await self._connection.call(Call(wire.Bye()))
         self._down()
         self._link.unmap()
@@ -153,6 +154,8 @@ class AsyncPool:
         connection = self._connection
         if connection is None or (self._link.closed and not isinstance(call.message, wire.Bye)):
             raise Unavailable("the pool is closed" if self._link.closed else f"no pool on {self._link.address} at the moment")
+        if call.bond is not None and call.bond is not self._link.bond:
+            raise Unavailable("the connection to the pool was lost")
         try:
             return await connection.call(call)
         except (Unavailable, ProtocolError):
@@ -167,10 +170,10 @@ class AsyncPool:
             raise Unavailable(f"no pool on {self._link.address} at the moment")
         await self._connection.send(call)
 
-    async def run(self, operation: Operation[T]) -> T:
-        """Drive an operation."""
+    async def run(self, operation: Operation[T], undo: Callable[[T], Operation[None]] | None = None) -> T:
+        """Drive an operation; ``undo`` as in `drive`."""
         try:
-            return await drive(operation, self)
+            return await drive(operation, self, undo)
         finally:
             self.noted()
 
@@ -180,12 +183,13 @@ class AsyncPool:
             self._wake.set()
 
     async def _connect(self) -> None:
-        self._connection = await AsyncConnection.open(self._link.address)
+        connection = await AsyncConnection.open(self._link.address)
         try:
-            await drive(self._link.open_steps(), self._connection)
+            await drive(self._link.open_steps(), connection)
         except BaseException:
-            self._down()
+            connection.close()
             raise
+        self._connection = connection
 
     def _down(self) -> None:
         self._link.up = False
@@ -202,9 +206,9 @@ class AsyncPool:
                 if not link.ready() or self._connection is None or self._connection.broken:
                     self._down()
                     await self._connect()
-                for session in link.settled():
-                    await self.call(Call(wire.LetGo(session)))
-                    link.owed.discard(session)
+                for bond in link.settled():
+                    await self.call(Call(wire.LetGo(bond.session)))
+                    link.owed.discard(bond)
                 if due := link.due_for_renewal(time.monotonic()):
                     asked = time.monotonic()
                     reply, _ = await self.call(Call(wire.Renew([lease.number for lease in due])))
@@ -261,7 +265,8 @@ class AsyncNamespace:
     @contextlib.asynccontextmanager
     async def lease(self, keys: Any, seconds: float | None = None, *, verify: str = "never", renew: bool = True) -> AsyncGenerator[Lease]:
         """Hold what is stored of these keys in place, in an ``async with``."""
-        lease = await self._pool.run(self._operations.lease(keys, seconds, verify, renew=renew))
+        operations = self._operations
+        lease = await self._pool.run(operations.lease(keys, seconds, verify, renew=renew), operations.release)
         try:
             yield lease
         except BaseException:
@@ -281,7 +286,7 @@ class AsyncNamespace:
 
     async def pin(self, keys: Any, seconds: float = 0.0, note: str = "") -> int:
         """Keep what is stored of these keys from eviction, while this client lives; the number to `unpin`."""
-        return await self._pool.run(self._operations.pin(keys, seconds, note))
+        return await self._pool.run(self._operations.pin(keys, seconds, note), self._operations.unpin)
 
     async def unpin(self, number: int) -> None:
         """Take a pin back."""

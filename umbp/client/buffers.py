@@ -64,7 +64,11 @@ def as_rows(values: Any, size: int, field: str, *, writable: bool) -> Rows:
     if isinstance(values, np.ndarray):
         if values.ndim == 0 or not values.flags.c_contiguous:
             raise InvalidRequest("the array is not contiguous", field=field, example=good)
-        if len(values) and values.nbytes != len(values) * size:
+        if values.dtype.hasobject:
+            raise InvalidRequest("an array of Python objects has no bytes", field=field, example=good)
+        if not len(values):
+            return Rows(np.empty((0, size), np.uint8), ())
+        if values.nbytes != len(values) * size:
             raise InvalidRequest(
                 f"{values.nbytes // len(values)} bytes an item, objects of this namespace have {size}", field=field, example=good
             )

@@ -11,9 +11,8 @@ import time
 
 import numpy as np
 
-from umbp.client.link import Link, Opened
+from umbp.client.link import Link, Look, Opened
 from umbp.errors import InvalidRequest, LeaseLost
-from umbp.store.index import Found
 from umbp.types import U8, Mask
 
 
@@ -25,7 +24,7 @@ class Lease:
         link: Link,
         opened: Opened,
         number: int,
-        found: Found,
+        look: Look | None,
         held: Mask,
         object_bytes: int,
         asked: float,
@@ -34,7 +33,7 @@ class Lease:
         renew: bool,
     ) -> None:
         self.number = number
-        self.found = found
+        self.look = look
         self.held = held
         self.seconds = seconds
         self.renew = renew
@@ -42,17 +41,13 @@ class Lease:
         self.renewed_at = asked  # before the call: the pool's clock started later
         self._link = link
         self._opened = opened
-        self._namespace_number = opened.number
-        self._segment = link.segment
-        self._index = link.index
         self._object_bytes = object_bytes
         self._over = False
 
     @classmethod
     def of_nothing(cls, link: Link, opened: Opened, count: int, object_bytes: int) -> Lease:
         """A lease that holds none of ``count`` keys."""
-        none = Found(np.zeros(count, bool), np.zeros(count, np.int64), np.zeros((count, 8), np.uint64))
-        lease = cls(link, opened, 0, none, none.hit, object_bytes, time.monotonic(), 0.0, renew=False)
+        lease = cls(link, opened, 0, None, np.zeros(count, bool), object_bytes, time.monotonic(), 0.0, renew=False)
         lease._over = True
         return lease
 
@@ -74,21 +69,25 @@ class Lease:
             raise InvalidRequest(f"item {index} is not held by this lease", field="index", example="an index where lease.held is True")
         if self._over:
             raise LeaseLost("this lease was released")
-        assert self._segment is not None
-        offset = int(self.found.rows[index, 5])
-        view: U8 = self._segment.data.array[offset : offset + self._object_bytes].view()
+        assert self.look is not None
+        offset = int(self.look.found.rows[index, 5])
+        view: U8 = self.look.bond.data[offset : offset + self._object_bytes].view()
         view.flags.writeable = False
         return view
 
     def check(self) -> Mask:
         """Which items were whole until now; (n,) bool. What was read from a view before this call counts exactly where it is True."""
-        if self._index is None:
+        if self.look is None:
             return np.zeros(len(self.held), bool)
-        same: Mask = self._index.versions_of(self.found.ids) == self.found.versions
-        if self.expired and self._link.ready() and self._link.segment is self._segment:
-            same &= self._link.number_of(self._opened) == self._namespace_number
-        # A leased object that was removed is invisible (its version is 0) and still in place: held, as long as the lease is.
-        return self.held & (same | (not self.expired and not self._over))
+        bond, found = self.look.bond, self.look.found
+        same: Mask = bond.index.versions_of(found.ids) == found.versions
+        # A leased object that was removed is invisible (its version is 0) and still in place: held, as long as the lease is. The lease
+        # is as long as its session is: asked after the versions were read, so that a pool that restarts now cannot have reused anything.
+        if not self.expired and not self._over and self._link.bond_or_none() is bond:
+            return self.held.copy()
+        if self._link.number_of(bond, self._opened) != self.look.number:
+            same[:] = False
+        return self.held & same
 
     def end(self) -> bool:
         """Mark as over; True if the pool must be told."""

@@ -8,8 +8,12 @@ While down every read answers at once that it could not be served and every writ
 again in the background. The segment stays mapped as long as it is the pool's; after a restart that made a new one the old mapping goes
 when its last view does.
 
+Rows, entry ids, versions, offsets and numbers of reservations and leases mean something under one session and one mapping only: the next
+boot gives the same small numbers to others. So an operation takes the `Bond` of the moment once, reads through it alone, and its calls
+are refused here if the bond is another by the time they would be sent.
+
 What a client owes after a break: to say when nothing of it writes any more into memory that the lost session had reserved (`let_go`). It
-counts copies in flight by session for that.
+counts copies in flight by bond for that, and no copy starts under a bond that is over.
 
 Notes (which keys were asked for) are kept here until they are sent, bounded; the oldest are dropped first and counted.
 """
@@ -22,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,25 +35,42 @@ from umbp.client.steps import Call, Operation, Send
 from umbp.errors import SegmentError, Unavailable
 from umbp.layout import Namespace
 from umbp.store import memory, segment
-from umbp.store.index import IndexReader
+from umbp.store.index import Found, IndexReader
 from umbp.store.segment import H_BOOT, Segment
-from umbp.types import U8
+from umbp.types import U8, U64
 
 if TYPE_CHECKING:
     from umbp.client.lease import Lease
 
-NOTES_MAX = 4096
+NOTES_MAX = 1024  # one message has them all: 36 bytes of header each at most
 NOTE_BYTES_MAX = 4 << 20
 RENEWALS_MAX = 1024
 
 
 @dataclass(slots=True)
 class Opened:
-    """A namespace as this client has it open. ``number`` is the last one read from its row, 0 before the first look."""
+    """A namespace as this client has it open. ``checked``: bond, row and number for which the row was seen to be its own."""
 
     identity: Namespace
     row: int = -1
-    number: int = 0
+    checked: tuple[Bond, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bond:
+    """One session with one mapped segment. The arrays keep the mapping alive, also after the client has let go of it."""
+
+    session: int
+    boot: int
+    checksum: str
+    index: IndexReader
+    words: U64
+    namespaces: U64
+    data: U8
+
+    def call(self, message: wire.Message, *arrays: Any) -> Call:
+        """A request that counts under this bond only."""
+        return Call(message, arrays, self)
 
 
 @dataclass(slots=True)
@@ -64,6 +85,15 @@ class ClientStatistics:
     optimistic_lost: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A probe of the index, with the bond and the namespace number under which its ids, versions and offsets mean something."""
+
+    bond: Bond
+    number: int
+    found: Found
+
+
 class Link:
     """State of one client; every method is quick and never waits."""
 
@@ -74,13 +104,12 @@ class Link:
         self.closed = False
         self.welcome: wire.Welcome | None = None
         self.segment: Segment | None = None
-        self.index: IndexReader | None = None
+        self.bond: Bond | None = None  # the current one, or the last
         self.statistics = ClientStatistics()
         self.namespaces: list[Opened] = []
         self.leases: dict[int, Lease] = {}  # those of this session, by number
-        self.owed: set[int] = set()
-        self._boot = 0
-        self._filling: Counter[int] = Counter()
+        self.owed: set[Bond] = set()
+        self._filling: Counter[Bond] = Counter()
         self._notes: deque[tuple[int, U8, int]] = deque()
         self._note_bytes = 0
         self._lock = threading.Lock()
@@ -91,84 +120,105 @@ class Link:
     @property
     def session(self) -> int:
         """Number of the current or last session; 0 before the first."""
-        return self.welcome.session if self.welcome else 0
+        return self.bond.session if self.bond else 0
+
+    def bond_or_none(self) -> Bond | None:
+        """The bond to work under; None while there is no connection, or the pool behind the mapping is not the one of this session."""
+        bond = self.bond
+        return bond if self.up and bond is not None and int(bond.words[H_BOOT]) == bond.boot else None
+
+    def bond_now(self) -> Bond:
+        """As `bond_or_none`, or Unavailable."""
+        bond = self.bond_or_none()
+        if bond is None:
+            raise Unavailable("the pool is closed" if self.closed else f"no pool on {self.address} at the moment")
+        return bond
 
     def ready(self) -> bool:
         """Whether the pool behind the mapping is the one this session is with."""
-        if self.up and self.segment is not None:
-            if int(self.segment.words[H_BOOT]) == self._boot:
-                return True
-            self.up = False
-        return False
+        return self.bond_or_none() is not None
 
     def open_steps(self) -> Operation[None]:
         """What to do on a fresh connection."""
-        previous = self.session
-        reply, _ = yield Call(wire.Hello(wire.VERSION, self.client, previous))
+        reply, _ = yield Call(wire.Hello(wire.VERSION, self.client, self.session))
         assert isinstance(reply, wire.Welcome)
-        if previous:
-            self.owed.add(previous)
-        self._map(reply)
-        self.welcome = reply
-        self._boot = reply.boot
+        if self._map(reply):  # other memory: none of it was ever reserved by us, and its rows are not those of our notes
+            self.owed.clear()
+            self.forget_notes()
+        elif self.bond is not None:
+            self.owed.add(self.bond)
         for opened in self.namespaces:
             yield from self.open_namespace(opened)
         for lease in self.leases.values():
             lease.lost = True
         self.leases.clear()
         self.statistics.connects += 1
+        self.welcome = reply
+        assert self.segment is not None
+        found = self.segment
+        with self._lock:  # last: whoever sees the new bond sees the new rows
+            self.bond = Bond(reply.session, reply.boot, reply.checksum, found.reader(), found.words, found.namespaces, found.data.array)
         self.up = True
 
     def open_namespace(self, opened: Opened) -> Operation[None]:
         """Learn the row of a namespace, making it if it is new."""
         reply, _ = yield Call(wire.OpenNamespace(opened.identity.to_dict()))
-        opened.row, opened.number = reply.row, 0
+        opened.row = reply.row
 
-    def number_of(self, opened: Opened) -> int:
-        """The namespace's number now; 0 if its row is not its own any more (it was given to another while we were away)."""
-        assert self.segment is not None
-        row = self.segment.namespaces[opened.row]
+    def opened(self, identity: Namespace) -> Opened:
+        """The entry of this namespace, so that opening one again and again adds none."""
+        return next((opened for opened in self.namespaces if opened.identity == identity), Opened(identity))
+
+    def number_of(self, bond: Bond, opened: Opened) -> int:
+        """The namespace's number now; 0 if its row is not its own (any more)."""
+        place = opened.row
+        if not 0 <= place < len(bond.namespaces):
+            return 0
+        row = bond.namespaces[place]
         number = int(row[0])
-        if number != opened.number:
+        checked = opened.checked
+        if checked is None or checked[0] is not bond or checked[1:] != (place, number):
             if row[8:12].tobytes() != opened.identity.digest() or int(row[0]) != number:
                 return 0
-            opened.number = number
+            opened.checked = (bond, place, number)
         return number
 
     # -- writes in flight --------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def filling(self) -> Generator[None]:
-        """Around a copy into reserved memory."""
-        session = self.session
+    def filling(self, bond: Bond) -> Generator[None]:
+        """Around a copy into memory that was reserved under this bond. Unavailable, and no copy, if it is over."""
         with self._lock:
-            self._filling[session] += 1
+            if self.bond is not bond:
+                raise Unavailable("the connection to the pool was lost")
+            self._filling[bond] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._filling[session] -= 1
+                self._filling[bond] -= 1
+                if not self._filling[bond]:
+                    del self._filling[bond]
 
-    def settled(self) -> list[int]:
-        """Former sessions that nothing of this process writes for any more, and the pool does not know yet."""
+    def settled(self) -> list[Bond]:
+        """Former bonds that nothing of this process writes for any more, and the pool does not know yet."""
         with self._lock:
-            return [session for session in self.owed if self._filling[session] <= 0]
+            return [bond for bond in self.owed if bond not in self._filling]
 
-    def filling_sessions(self) -> list[int]:
-        """Sessions whose reserved memory is being written right now."""
+    def is_filling(self) -> bool:
+        """Whether reserved memory is being written right now."""
         with self._lock:
-            return [session for session, count in self._filling.items() if count > 0]
+            return bool(self._filling)
 
     def forked(self) -> None:
         """In the child of a fork: the parent's session, writes, leases and notes are not ours."""
         self._lock = threading.Lock()
         self.up = False
-        self.welcome = None
+        self.welcome = self.bond = None
         self.owed.clear()
         self.leases.clear()
         self._filling.clear()
-        self._notes.clear()
-        self._note_bytes = 0
+        self.forget_notes()
 
     # -- leases ------------------------------------------------------------------------------------------------------------------------
 
@@ -202,6 +252,12 @@ class Link:
                 self._note_bytes -= self._notes.popleft()[1].nbytes
                 self.statistics.notes_dropped += 1
 
+    def forget_notes(self) -> None:
+        """They are of no use any more."""
+        with self._lock:
+            self._notes.clear()
+            self._note_bytes = 0
+
     def notes_kept(self) -> int:
         """Notes that wait."""
         return len(self._notes)
@@ -231,29 +287,31 @@ class Link:
 
     # -- the mapping -------------------------------------------------------------------------------------------------------------------
 
-    def _map(self, welcome: wire.Welcome) -> None:
+    def _map(self, welcome: wire.Welcome) -> bool:
+        """Map the pool's segment; False if it is the one that is mapped already."""
         path = os.path.join(os.environ.get("UMBP_SHM_DIR", os.path.dirname(welcome.segment)), os.path.basename(welcome.segment))
         if self.segment is not None:
             if self.segment.is_at(path):
-                return
-            self.unmap()
+                return False
+            self.segment.close()
+            self.segment = None
         try:
             found = segment.attach(path, owner=False)
         except (OSError, SegmentError) as error:
             raise Unavailable(
-                f"the pool's memory {path} cannot be mapped here ({error}): share its folder with this container, or name it by UMBP_SHM_DIR"
+                f"the pool's memory {path} cannot be mapped ({error}): share its folder with this container, or name it by UMBP_SHM_DIR"
             ) from error
         self.segment = found
-        self.index = found.reader()
         memory.populate(found.head, write=False, threads=1)
         # The first pass over pages that are not in this process's page tables costs twice a warm one, so they are entered ahead of use.
         threading.Thread(target=_populate, args=(found,), name="umbp-populate", daemon=True).start()
+        return True
 
     def unmap(self) -> None:
         """Let the mapping go; views that are still held keep theirs."""
         if self.segment is not None:
             self.segment.close()
-        self.segment = self.index = None
+        self.segment = self.bond = None
 
 
 def _populate(found: Segment) -> None:

@@ -17,8 +17,10 @@ Every answer is per item. No pool, a stopped pool, a frozen pool: BUSY for reads
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,11 +30,11 @@ from umbp import wire
 from umbp.client import mover
 from umbp.client.buffers import Rows, as_rows
 from umbp.client.lease import Lease
-from umbp.client.link import Link, Opened
-from umbp.client.steps import Call, Operation, Pause, Work
-from umbp.errors import InvalidRequest, Unavailable
+from umbp.client.link import Bond, Link, Look, Opened
+from umbp.client.steps import Operation, Pause, Work
+from umbp.errors import InvalidRequest, LimitReached, Unavailable
 from umbp.layout import as_keys
-from umbp.store.index import Found, key_words, place_word
+from umbp.store.index import key_words, place_word
 from umbp.types import I64, U8, U64, Mask, ReadStatus, Statuses, WriteStatus
 
 CHUNK_BYTES = 64 << 20  # about 5 ms of copying between two checks
@@ -55,24 +57,24 @@ class Operations:
 
     # -- reads -------------------------------------------------------------------------------------------------------------------------
 
-    def find(self, keys: U8) -> Found | None:
+    def look(self, keys: U8) -> Look | None:
         """Probe the index. None if there is no pool to ask."""
-        link = self.link
-        if not link.ready() or self.opened.row < 0:
+        bond = self.link.bond_or_none()
+        if bond is None:
             return None
-        number = link.number_of(self.opened)
-        if not number or link.index is None:
+        number = self.link.number_of(bond, self.opened)
+        if not number:
             return None
-        return link.index.find(key_words(keys), number, place_word(number, self.object_bytes))
+        return Look(bond, number, bond.index.find(key_words(keys), number, place_word(number, self.object_bytes)))
 
     def lookup(self, keys: Any, session: str) -> Mask:
         """Which keys are stored; (n,) bool. No call."""
         array = as_keys(keys)
         if not len(array):
             return np.zeros(0, bool)
-        found = self.find(array)
+        look = self.look(array)
         self._note(array, session)
-        return np.zeros(len(array), bool) if found is None else found.hit
+        return np.zeros(len(array), bool) if look is None else look.found.hit
 
     def prefix(self, keys: Any, session: str) -> int:
         """Length of the leading run of stored keys. No call."""
@@ -87,82 +89,95 @@ class Operations:
         status = np.full(len(array), ReadStatus.MISS, np.uint8)
         if not len(array):
             return Statuses(status, ReadStatus)
-        found = self.find(array)
+        look = self.look(array)
         if not self.link.covered(self.opened.row, array):
             self._note(array)
-        if found is None:
+        if look is None:
             status[:] = ReadStatus.BUSY
             return Statuses(status, ReadStatus)
-        wanted = np.flatnonzero(found.hit)
+        wanted = np.flatnonzero(look.found.hit)
         step = max(1, CHUNK_BYTES // self.object_bytes)
         lost: list[I64] = []
         for start in range(0, len(wanted), step):
             part = wanted[start : start + step]
-            good = yield from self._copy_out(found, part, rows)
+            good = yield from self._copy_out(look, part, rows)
             status[part[good]] = ReadStatus.HIT
             lost.append(part[~good])
         again = np.concatenate(lost) if lost else wanted
+        if verify != "never":
+            yield from self._verify(look, rows, status, verify)
         if len(again):
             self.link.statistics.optimistic_lost += len(again)
-            yield from self._get_leased(array, again, rows, status)
-        if verify != "never":
-            yield from self._verify(found, rows, status, verify)
+            yield from self._get_leased(array, again, rows, status, verify)
         return Statuses(status, ReadStatus)
 
-    def _copy_out(self, found: Found, which: I64, rows: Rows) -> Operation[Mask]:
+    def _copy_out(self, look: Look, which: I64, rows: Rows) -> Operation[Mask]:
         """Copy these items of a probe and say which were whole: still of the same version, in a namespace of the same number."""
-        link = self.link
-        segment, index, number = link.segment, link.index, self.opened.number
-        if segment is None or index is None:
-            return np.zeros(len(which), bool)
+        found, data = look.found, look.bond.data
         offsets = found.rows[which, 5].view(np.int64)
-        data = segment.data.array
         yield Work(lambda: rows.fill(which, lambda at, out: mover.gather(data, offsets[at], out)), len(which) * self.object_bytes)
-        good: Mask = index.versions_of(found.ids[which]) == found.versions[which]
-        if link.number_of(self.opened) != number:
+        good: Mask = look.bond.index.versions_of(found.ids[which]) == found.versions[which]
+        if self.link.number_of(look.bond, self.opened) != look.number:
             good[:] = False
         return good
 
-    def _get_leased(self, keys: U8, which: I64, rows: Rows, status: U8) -> Operation[None]:
+    def _get_leased(self, keys: U8, which: I64, rows: Rows, status: U8, verify: str) -> Operation[None]:
         """Second try for pages that went while they were copied: what is there again is leased first."""
-        lease = yield from self.lease(keys[which], None, "never")
+        try:
+            lease = yield from self.lease(keys[which], None, "never")
+        except LimitReached:  # too much is leased already: they stay misses
+            return
         try:
             held = np.flatnonzero(lease.held)
-            good = yield from self._copy_out(lease.found.only(held), np.arange(len(held)), rows.only(which[held]))
-            status[which[held[good]]] = ReadStatus.HIT
+            if lease.look is None or not len(held):
+                return
+            look = Look(lease.look.bond, lease.look.number, lease.look.found.only(held))
+            part = rows.only(which[held])
+            good = yield from self._copy_out(look, np.arange(len(held)), part)
+            again = np.where(good, ReadStatus.HIT, ReadStatus.MISS).astype(np.uint8)
+            if verify != "never":
+                yield from self._verify(look, part, again, verify)
+            status[which[held]] = again
         finally:
             yield from self.release(lease)
 
-    def _verify(self, found: Found, rows: Rows, status: U8, verify: str) -> Operation[None]:
-        """Compare with the checksums that the pool has. A mismatch is a miss, and the pool drops the object."""
-        hits = np.flatnonzero((status == ReadStatus.HIT) & found.hit)
+    def _verify(self, look: Look, rows: Rows, status: U8, verify: str) -> Operation[None]:
+        """Hits that do not match their checksum become misses; those that cannot be compared now, because the pool went, are BUSY."""
+        hits = np.flatnonzero((status == ReadStatus.HIT) & look.found.hit)
+        bad, unknown = yield from self._wrong(look, hits, rows.row, verify)
+        status[bad], status[unknown] = ReadStatus.MISS, ReadStatus.BUSY
+
+    def _wrong(self, look: Look, which: I64, bytes_of: Callable[[int], memoryview], verify: str) -> Operation[tuple[I64, I64]]:
+        """Of these items, which do not match the pool's checksums (they are dropped and counted), and which could not be compared."""
+        none = which[:0]
         if verify == "sampled":
             self._sample += 1
-            hits = hits[(np.arange(len(hits)) + self._sample) % SAMPLE_ONE_IN == 0]
-        if not len(hits):
-            return
-        ids, versions = found.ids[hits], found.versions[hits]
-        wanted = yield from self._sums(ids, versions)
+            which = which[(np.arange(len(which)) + self._sample) % SAMPLE_ONE_IN == 0]
+        if verify == "never" or not len(which):
+            return none, none
+        ids, versions = look.found.ids[which], look.found.versions[which]
+        try:
+            wanted = yield from self._sums(look.bond, ids, versions)
+        except Unavailable:
+            return none, which
         digest = xxhash.xxh3_64_intdigest
         made = yield Work(
-            lambda: np.fromiter((digest(rows.row(i)) or 1 for i in hits.tolist()), np.uint64, len(hits)), len(hits) * self.object_bytes
+            lambda: np.fromiter((digest(bytes_of(i)) or 1 for i in which.tolist()), np.uint64, len(which)), len(which) * self.object_bytes
         )
-        yield from self._report(hits, ids, versions, (wanted != 0) & (made != wanted), status)
-
-    def _report(self, which: I64, ids: I64, versions: U64, bad: Mask, status: U8) -> Operation[None]:
+        bad = (wanted != 0) & (made != wanted)
         if bad.any():
-            status[which[bad]] = ReadStatus.MISS
             self.link.statistics.corrupt += int(np.count_nonzero(bad))
-            yield Call(wire.Corrupt(int(np.count_nonzero(bad))), (ids[bad], versions[bad]))
+            with contextlib.suppress(Unavailable):
+                yield look.bond.call(wire.Corrupt(int(np.count_nonzero(bad))), ids[bad], versions[bad])
+        return which[bad], none
 
-    def _sums(self, ids: I64, versions: U64) -> Operation[U64]:
+    def _sums(self, bond: Bond, ids: I64, versions: U64) -> Operation[U64]:
         """Checksums of these objects; those that have none yet are asked for. 0: there is none (any more)."""
-        assert self.link.index is not None
-        sums: U64 = self.link.index.entries[ids, 6].copy()
-        sums[self.link.index.versions_of(ids) != versions] = 0
+        sums: U64 = bond.index.entries[ids, 6].copy()
+        sums[bond.index.versions_of(ids) != versions] = 0
         none = np.flatnonzero(sums == 0)
-        if len(none) and self.link.welcome is not None and self.link.welcome.checksum != "off":
-            _, blob = yield Call(wire.MakeSums(len(none)), (ids[none], versions[none]))
+        if len(none) and bond.checksum != "off":
+            _, blob = yield bond.call(wire.MakeSums(len(none)), ids[none], versions[none])
             sums[none] = blob.take(np.uint64, len(none))
         return sums
 
@@ -172,49 +187,36 @@ class Operations:
         """Pin what is stored of these keys. A pool that cannot be reached gives a lease that holds nothing."""
         array = as_keys(keys)
         _check_verify(verify)
-        if seconds is not None and not 0 < seconds <= 86_400:
-            raise InvalidRequest(f"{seconds} is not a number of seconds above 0 and up to a day", field="seconds", example="10")
-        found = self.find(array) if len(array) else None
-        if found is None or not found.hit.any():
+        if seconds is not None:
+            _check_seconds(seconds, zero=False)
+        look = self.look(array) if len(array) else None
+        if look is None or not look.found.hit.any():
             return Lease.of_nothing(self.link, self.opened, len(array), self.object_bytes)
         if not self.link.covered(self.opened.row, array):
             self._note(array)
         asked = time.monotonic()
         try:
-            versions = np.where(found.hit, found.versions, 0).astype(np.uint64)
-            reply, blob = yield Call(wire.TakeLease(len(array), seconds or 0.0), (found.ids, versions))
+            versions = np.where(look.found.hit, look.found.versions, 0).astype(np.uint64)
+            reply, blob = yield look.bond.call(wire.TakeLease(len(array), seconds or 0.0), look.found.ids, versions)
         except Unavailable:
             return Lease.of_nothing(self.link, self.opened, len(array), self.object_bytes)
-        held = blob.take(np.uint8, len(array)).astype(bool) & found.hit
-        lease = Lease(self.link, self.opened, reply.number, found, held, self.object_bytes, asked, reply.seconds, renew=renew)
+        held = blob.take(np.uint8, len(array)).astype(bool) & look.found.hit
+        lease = Lease(self.link, self.opened, reply.number, look, held, self.object_bytes, asked, reply.seconds, renew=renew)
         self.link.leases[reply.number] = lease
-        if verify != "never":
-            yield from self._verify_lease(lease, verify)
+        try:
+            bad, unknown = yield from self._wrong(look, np.flatnonzero(held), lambda i: lease.view(i).data, verify)
+        except BaseException:
+            yield from self.release(lease)
+            raise
+        held[bad] = held[unknown] = False
         return lease
-
-    def _verify_lease(self, lease: Lease, verify: str) -> Operation[None]:
-        which = np.flatnonzero(lease.held)
-        if verify == "sampled":
-            self._sample += 1
-            which = which[(np.arange(len(which)) + self._sample) % SAMPLE_ONE_IN == 0]
-        if not len(which):
-            return
-        ids, versions = lease.found.ids[which], lease.found.versions[which]
-        wanted = yield from self._sums(ids, versions)
-        views = [lease.view(i) for i in which.tolist()]
-        digest = xxhash.xxh3_64_intdigest
-        made = yield Work(
-            lambda: np.fromiter((digest(view.data) or 1 for view in views), np.uint64, len(views)), len(views) * self.object_bytes
-        )
-        status = np.where(lease.held, ReadStatus.HIT, ReadStatus.MISS).astype(np.uint8)
-        yield from self._report(which, ids, versions, (wanted != 0) & (made != wanted), status)
-        lease.held &= status == ReadStatus.HIT
 
     def release(self, lease: Lease) -> Operation[None]:
         """End a lease; it is over whatever happens."""
         if lease.end():
             try:
-                reply, _ = yield Call(wire.Release(lease.number))
+                assert lease.look is not None
+                reply, _ = yield lease.look.bond.call(wire.Release(lease.number))
                 lease.lost |= bool(reply.numbers)
             except Unavailable:
                 lease.lost = True
@@ -227,7 +229,7 @@ class Operations:
         _check_lengths(array, rows, "values")
         before = b"" if parent is None else as_keys([parent], "parent")[0].tobytes()
         status = np.full(len(array), WriteStatus.UNAVAILABLE, np.uint8)
-        step = max(1, CHUNK_BYTES // self.object_bytes)
+        step = max(1, min(wire.BATCH_MAX, CHUNK_BYTES // self.object_bytes))
         for start in range(0, len(array), step):
             part = np.arange(start, min(start + step, len(array)))
             try:
@@ -238,22 +240,22 @@ class Operations:
         return Statuses(status, WriteStatus)
 
     def _put_chunk(self, keys: U8, part: I64, rows: Rows, parent: bytes, status: U8) -> Operation[None]:
-        found = self.find(keys[part])
-        if found is None:
+        look = self.look(keys[part])
+        if look is None:
             return
-        if found.hit.all():
+        if look.found.hit.all():
             status[part] = WriteStatus.EXISTS
             return
-        status[part] = yield from self._write(keys[part], part, rows, parent)
+        status[part] = yield from self._write(look, keys[part], part, rows, parent)
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
         while (pending := part[status[part] == WriteStatus.PENDING]).size:
-            found = self.find(keys[pending])
-            if found is None:
+            look = self.look(keys[pending])
+            if look is None:
                 status[pending] = WriteStatus.UNAVAILABLE
                 return
-            status[pending[found.hit]] = WriteStatus.EXISTS
-            pending = pending[~found.hit]
+            status[pending[look.found.hit]] = WriteStatus.EXISTS
+            pending = pending[~look.found.hit]
             if not pending.size:
                 return
             if time.monotonic() > give_up:
@@ -262,28 +264,25 @@ class Operations:
             yield Pause(pause)
             pause = min(pause * 2, 0.05)
             if pause > 0.02:  # perhaps its writer gave up: then it is ours to write
-                status[pending] = yield from self._write(keys[pending], pending, rows, b"")
+                status[pending] = yield from self._write(look, keys[pending], pending, rows, b"")
 
-    def _write(self, keys: U8, which: I64, rows: Rows, parent: bytes) -> Operation[U8]:
+    def _write(self, look: Look, keys: U8, which: I64, rows: Rows, parent: bytes) -> Operation[U8]:
         """Reserve, fill, commit what is absent of these keys; PENDING for what another is writing."""
-        link = self.link
+        link, bond = self.link, look.bond
         if (notes := link.take_notes()) is not None:  # before the write: what a request missed was not there when it asked
             yield notes
-        reply, blob = yield Call(wire.Reserve(self.opened.row, len(keys), 0.0, parent.hex()), (keys,))
+        reply, blob = yield bond.call(wire.Reserve(self.opened.row, look.number, len(keys), 0.0, parent.hex()), keys)
         status: U8 = blob.take(np.uint8, reply.n).copy()
         mine = blob.take(np.uint8, reply.n).astype(bool)
         ids, offsets = blob.take(np.int64, reply.m), blob.take(np.int64, reply.m)
         if not len(ids):
             return status
-        segment, targets = link.segment, which[mine]
-        if segment is None:
-            raise Unavailable("the pool went away")
-        data = segment.data.array
+        targets, data = which[mine], bond.data
 
         def fill() -> U64 | None:
-            with link.filling():
+            with link.filling(bond):
                 rows.read(targets, lambda at, values: mover.scatter(data, offsets[at], values))
-                if link.welcome is not None and link.welcome.checksum == "put":
+                if bond.checksum == "put":
                     digest = xxhash.xxh3_64_intdigest
                     return np.fromiter((digest(rows.row(i)) or 1 for i in targets.tolist()), np.uint64, len(targets))
                 return None
@@ -295,7 +294,7 @@ class Operations:
             filled[:] = 1
         finally:
             arrays = (filled,) if sums is None else (filled, sums)
-            done, result = yield Call(wire.Commit(reply.number, len(ids), sums is not None), arrays)
+            done, result = yield bond.call(wire.Commit(reply.number, len(ids), sums is not None), *arrays)
             status[mine] = result.take(np.uint8, done.n)
         return status
 
@@ -306,34 +305,61 @@ class Operations:
         array = as_keys(keys)
         if not len(array):
             return np.zeros(0, bool)
-        reply, blob = yield Call(wire.Remove(self.opened.row, len(array)), (array,))
-        hit: Mask = blob.take(np.uint8, reply.n).astype(bool)
+        hit = np.zeros(len(array), bool)
+        for start in range(0, len(array), wire.BATCH_MAX):
+            part = array[start : start + wire.BATCH_MAX]
+            bond, number = self._current()
+            reply, blob = yield bond.call(wire.Remove(self.opened.row, number, len(part)), part)
+            hit[start : start + len(part)] = blob.take(np.uint8, reply.n)
         return hit
 
     def flush(self) -> Operation[int]:
         """Everything of the namespace is gone; how many objects that was."""
-        reply, _ = yield Call(wire.Flush(self.opened.row))
+        bond, number = self._current()
+        reply, _ = yield bond.call(wire.Flush(self.opened.row, number))
         return int(reply.numbers[0])
 
     def pin(self, keys: Any, seconds: float, note: str) -> Operation[int]:
         """Pin what is stored of these keys until `unpin`, for at most ``seconds`` (0: no limit), not longer than this session."""
         array = as_keys(keys)
-        reply, _ = yield Call(wire.Pin(self.opened.row, len(array), seconds, note), (array,))
+        _check_seconds(seconds, zero=True)
+        if not isinstance(note, str) or len(note) > wire.TEXT_CHARS_MAX:
+            raise InvalidRequest(f"a note is text of at most {wire.TEXT_CHARS_MAX} characters", field="note", example="system prompt")
+        bond, number = self._current()
+        reply, _ = yield bond.call(wire.Pin(self.opened.row, number, len(array), seconds, note), array)
         return int(reply.numbers[0])
 
     def unpin(self, number: int) -> Operation[None]:
         """Take a pin back."""
-        yield Call(wire.Unpin(number))
+        if not isinstance(number, int) or not 0 <= number < 1 << 63:
+            raise InvalidRequest(f"{number!r} is not the number of a pin", field="number", example="what pin() returned")
+        yield self.link.bond_now().call(wire.Unpin(number))
+
+    def _current(self) -> tuple[Bond, int]:
+        """The bond of the moment and the namespace's number under it. Unavailable if there is no pool."""
+        bond = self.link.bond_now()
+        number = self.link.number_of(bond, self.opened)
+        if not number:
+            raise Unavailable("the namespace's row is another's now")
+        return bond, number
 
     def _note(self, keys: U8, session: str = "") -> None:
         """Keep the access history. A conversation's name travels as 63 bits of its digest."""
-        number = int.from_bytes(hashlib.sha256(session.encode()).digest()[:8], "little") >> 1 if session else 0
+        if not isinstance(session, str):
+            raise InvalidRequest(f"{type(session).__name__}, not the name of a conversation", field="session", example="chat-17")
+        number = int.from_bytes(hashlib.sha256(session.encode(errors="surrogatepass")).digest()[:8], "little") >> 1 if session else 0
         self.link.note(self.opened.row, keys, number)
 
 
 def _check_lengths(keys: U8, rows: Rows, field: str) -> None:
     if len(keys) != len(rows):
         raise InvalidRequest(f"{len(rows)} items for {len(keys)} keys", field=field, example=f"{len(keys)} items")
+
+
+def _check_seconds(seconds: float, *, zero: bool) -> None:
+    if not isinstance(seconds, int | float) or not 0 <= seconds <= wire.SECONDS_MAX or (not seconds and not zero):
+        above = "of 0 or more" if zero else "above 0"
+        raise InvalidRequest(f"{seconds!r} is not a number of seconds {above} and up to a day", field="seconds", example="10")
 
 
 def _check_verify(verify: str) -> None:

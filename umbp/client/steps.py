@@ -1,8 +1,11 @@
 """Operations written once, for callers with and without asyncio.
 
 An operation is a generator. It yields what takes time (`Call` a pool, do `Work`, `Pause`) and is sent the result; what it returns is its
-result. `run` drives one for a plain caller, `drive` for an asyncio caller. An operation that is cancelled sees the cancellation only when
-its work on memory has ended, and may still yield steps to clean up.
+result. `run` drives one for a plain caller, `drive` for an asyncio caller.
+
+A task that is cancelled must leak nothing. So a call that was sent is answered and the operation gets the answer, as it may name what
+must be given back; the cancellation is raised where the operation would go on (its next step), and it may still yield steps to clean up.
+Work on memory is never abandoned half way; the operation sees the cancellation when it has ended.
 """
 
 from __future__ import annotations
@@ -22,10 +25,14 @@ INLINE_BYTES_MAX = 256 << 10  # copies below it (30 us) are done in the event lo
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request to the pool; the result is (reply, blob). Raises what the pool refused with, or Unavailable."""
+    """One request to the pool; the result is (reply, blob). Raises what the pool refused with, or Unavailable.
+
+    ``bond``: the only `umbp.client.link.Bond` under which the numbers in it mean something; None: any.
+    """
 
     message: wire.Message
     arrays: tuple[Any, ...] = ()
+    bond: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +100,48 @@ def run(operation: Operation[T], caller: Caller) -> T:
             error = raised
 
 
-async def drive(operation: Operation[T], caller: AsyncCaller) -> T:
-    """Drive an operation to its end in this event loop."""
+async def drive(operation: Operation[T], caller: AsyncCaller, undo: Callable[[T], Operation[None]] | None = None) -> T:
+    """Drive an operation to its end in this event loop. ``undo`` gives its result back if the task is cancelled too late to stop it."""
     result: Any = None
     error: BaseException | None = None
+    cancelled: asyncio.CancelledError | None = None
     while True:
         try:
             step = operation.throw(error) if error is not None else operation.send(result)
         except StopIteration as stop:
             value: T = stop.value
-            return value
+            if cancelled is None:
+                return value
+            if undo is not None:
+                await drive(undo(value), caller)
+            raise cancelled from None
+        if cancelled is not None:
+            result, error, cancelled = None, cancelled, None
+            continue
         result, error = None, None
         try:
-            result = await _step(step, caller)
+            if isinstance(step, Call):
+                answer = asyncio.ensure_future(caller.call(step))
+                cancelled = await _ended(answer)
+                result = answer.result()
+            else:
+                result = await _step(step, caller)
         except BaseException as raised:  # noqa: BLE001 - as in `run`
             error = raised
 
 
-async def _step(step: Step, caller: AsyncCaller) -> Any:
-    if isinstance(step, Call):
-        return await caller.call(step)
+async def _ended(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """Wait until it is done, whatever else comes; a cancellation of this task that came meanwhile."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError as error:
+            cancelled = cancelled or error
+    return cancelled
+
+
+async def _step(step: Send | Work | Pause, caller: AsyncCaller) -> Any:
     if isinstance(step, Send):
         return await caller.send(step)
     if isinstance(step, Pause):
@@ -120,12 +149,6 @@ async def _step(step: Step, caller: AsyncCaller) -> Any:
     if step.size_bytes <= INLINE_BYTES_MAX:
         return step.function()
     work = asyncio.get_running_loop().run_in_executor(None, step.function)
-    try:
-        return await asyncio.shield(work)
-    except asyncio.CancelledError:
-        while not work.done():  # the thread is using the caller's memory: wait for it, whatever else comes
-            try:
-                await asyncio.wait([work])
-            except asyncio.CancelledError:
-                continue
-        raise
+    if (cancelled := await _ended(work)) is not None:  # the thread was using the caller's memory until now
+        raise cancelled
+    return work.result()

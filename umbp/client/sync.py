@@ -58,6 +58,17 @@ class Connection:
         """For `select`."""
         return self._socket.fileno()
 
+    @property
+    def broken(self) -> bool:
+        """Whether the other end is gone."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def hurry(self, seconds: float) -> None:
+        """From now on wait only this long."""
+        self._socket.settimeout(seconds)
+
     def call(self, call: Call) -> tuple[Any, wire.Blob]:
         """Send and receive. Unavailable if the connection broke, DeadlineExceeded if nothing came; then it is of no more use."""
         self.send(call)
@@ -133,10 +144,12 @@ class Pool:
 
     def namespace(self, *, model: str, page_tokens: int, layout: Any, **identity: Any) -> Namespace:
         """A namespace of the pool, made if it is new: see `umbp.layout.Namespace` for the fields. Any field that differs is another."""
-        opened = Opened(Identity(model=model, page_tokens=page_tokens, layout=layout, **identity))
+        self._start()
         with self._lock:
-            run(self._link.open_namespace(opened), self)
-            self._link.namespaces.append(opened)
+            opened = self._link.opened(Identity(model=model, page_tokens=page_tokens, layout=layout, **identity))
+            if opened not in self._link.namespaces:
+                run(self._link.open_namespace(opened), self)
+                self._link.namespaces.append(opened)
         return Namespace(self, opened)
 
     def status(self) -> dict[str, Any]:
@@ -167,8 +180,9 @@ class Pool:
         try:
             if got and self._connection is not None and self._link.up:
                 with contextlib.suppress(UmbpError, OSError):
+                    self._connection.hurry(CLOSE_SECONDS_MAX)
                     self._send_notes()
-                    if not any(self._link.filling_sessions()):
+                    if not self._link.is_filling():
                         self._connection.call(Call(wire.Bye()))
             self._down()
         finally:
@@ -182,13 +196,19 @@ class Pool:
     # -- for operations ----------------------------------------------------------------------------------------------------------------
 
     def call(self, call: Call) -> tuple[Any, wire.Blob]:
-        """One request of an operation. Unavailable while there is no connection."""
+        """One request of an operation. Unavailable while there is no connection, or if it is not the one that the request counts for."""
+        self._start()
         with self._lock:
+            connection = self._connected()
+            if call.bond is not None and call.bond is not self._link.bond:
+                raise Unavailable("the connection to the pool was lost")
             try:
-                return self._connected().call(call)
-            except (Unavailable, ProtocolError):
-                self._down()
-                self._wake()
+                return connection.call(call)
+            except BaseException as error:
+                # Refused: the reply was read. Anything else (a signal's exception too) leaves a reply on its way that is nobody's.
+                if not isinstance(error, UmbpError) or isinstance(error, Unavailable | ProtocolError):
+                    self._down()
+                    self._wake()
                 raise
 
     def send(self, call: Send) -> None:
@@ -196,7 +216,7 @@ class Pool:
         with self._lock:
             try:
                 self._connected().send(call)
-            except Unavailable:
+            except BaseException:
                 self._down()
                 self._wake()
                 raise
@@ -225,6 +245,9 @@ class Pool:
         if self._thread is None and not self._link.closed:
             with self._lock:
                 if self._thread is None:
+                    if not self._link.ready():  # after a fork: so that the first call finds a connection already
+                        with contextlib.suppress(UmbpError, OSError):
+                            self._connect()
                     self._thread = threading.Thread(target=_background, args=(weakref.ref(self),), name="umbp-client", daemon=True)
                     self._thread.start()
 
@@ -234,12 +257,12 @@ class Pool:
 
     def _connect(self) -> None:
         connection = Connection(self._link.address)
-        self._connection = connection
         try:
             run(self._link.open_steps(), connection)
         except BaseException:
-            self._down()
+            connection.close()
             raise
+        self._connection = connection
 
     def _down(self) -> None:
         self._link.up = False
@@ -258,12 +281,12 @@ class Pool:
             if link.closed:
                 return 0.0, backoff
             try:
-                if not link.ready():
+                if not link.ready() or self._connection is None or self._connection.broken:
                     self._down()
                     self._connect()
-                for session in link.settled():
-                    self.call(Call(wire.LetGo(session)))
-                    link.owed.discard(session)
+                for bond in link.settled():
+                    self.call(Call(wire.LetGo(bond.session)))
+                    link.owed.discard(bond)
                 if due := link.due_for_renewal(time.monotonic()):
                     asked = time.monotonic()
                     reply, _ = self.call(Call(wire.Renew([lease.number for lease in due])))
@@ -297,10 +320,11 @@ def _background(reference: weakref.ref[Pool]) -> None:
         wait, backoff = pool._round(backoff)
         poll = select.poll()
         poll.register(pool._wake_read, select.POLLIN)
-        if pool._connection is not None:
-            poll.register(pool._connection.fileno(), select.POLLRDHUP)
+        connection = pool._connection
+        if connection is not None and connection.fileno() >= 0:
+            poll.register(connection.fileno(), select.POLLRDHUP)
         wake = pool._wake_read
-        del pool
+        del pool, connection
         events = poll.poll(max(1, int(min(wait, 10.0) * 1000)))
         if any(fd == wake for fd, _ in events):
             with contextlib.suppress(OSError):
@@ -356,12 +380,14 @@ class Namespace:
 
     def lookup(self, keys: Any, *, session: str = "") -> Mask:
         """Which keys are stored, (n,) bool; no call. Protects nothing. ``session`` names the conversation, for the access history."""
+        self._pool._start()
         found = self._operations.lookup(keys, session)
         self._pool.noted()
         return found
 
     def prefix(self, keys: Any, *, session: str = "") -> int:
         """How many leading keys are stored; no call."""
+        self._pool._start()
         length = self._operations.prefix(keys, session)
         self._pool.noted()
         return length
