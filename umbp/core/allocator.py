@@ -119,7 +119,13 @@ class Allocator:
         order = np.argsort(offsets)
         starts = offsets[order]
         ends = (offsets + -(-sizes // unit) * unit)[order]
-        if starts[0] < 0 or ends[-1] > self.capacity_bytes or (starts[1:] < ends[:-1]).any() or (starts % SMALL_GRANULE).any():
+        if (
+            starts[0] < 0
+            or starts[-1] >= self.capacity_bytes
+            or ends[-1] > self.capacity_bytes
+            or (starts[1:] < ends[:-1]).any()
+            or (starts % SMALL_GRANULE).any()
+        ):
             raise SegmentError("objects in the segment overlap or lie outside of it")
         self._remove(0)
         gap_starts = np.r_[0, ends]
