@@ -145,8 +145,8 @@ def pins(context: typer.Context, as_json: AsJson = False) -> None:
 
 def policies(
     context: typer.Context,
-    kind: Annotated[str | None, typer.Argument(metavar="[KIND", help="eviction or admission")] = None,
-    name: Annotated[str | None, typer.Argument(metavar="NAME]", help="The policy to use from now on")] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="KIND", help="eviction or admission")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The policy to use from now on")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The policies, current and available; with KIND and NAME, choose one. What is stored stays."""

@@ -19,7 +19,8 @@ from umbp.cli.target import Target
 from umbp.client.http import pool_address
 from umbp.errors import ConfigError, InvalidRequest, UmbpError
 
-app = typer.Typer(name="umbp", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+WIDE = {"max_content_width": 120}
+app = typer.Typer(name="umbp", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=WIDE)
 
 # Click's usage error, which newer releases of typer carry inside and older ones import: its public subclass is in both.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -81,9 +82,10 @@ def hoisted(argv: Sequence[str]) -> list[str]:
         if word == "--":
             rest += [word, *words]
         elif word.partition("=")[0] in GLOBAL_OPTIONS:
-            front.append(word)
-            if "=" not in word:
-                front += [value for value in [next(words, None)] if value is not None]
+            value = "" if "=" in word else next(words, None)
+            if value is None:
+                return [word]  # which is then what is complained about
+            front += [word, value] if "=" not in word else [word]
         else:
             rest.append(word)
     return front + rest

@@ -52,7 +52,7 @@ class Workload:
 def replay(
     context: typer.Context,
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Trace, .jsonl or .jsonl.gz; without it agent sessions are generated")
+        Path | None, typer.Argument(metavar="FILE", help="Trace, .jsonl or .jsonl.gz; without it agent sessions are generated")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Sessions in flight")] = 8,
     processes: Annotated[int, typer.Option(min=1, max=256, help="Engine processes that share the pool")] = 1,
@@ -74,19 +74,19 @@ def replay(
     limits = Limits(requests_max=requests, sessions_max=sessions, concurrency=concurrency, time_scale=time_scale)
     workload = Workload(file, seed, limits)
     plan = Plan(setup=Setup(target.socket("replay"), size, seed, lease), processes=processes, kill_every=kill_every)
-    report, interrupted = _run(target, workload, plan, fresh=fresh, quiet=as_json)
+    report = _run(target, workload, plan, fresh=fresh, quiet=as_json)
     if as_json:
         print_json(report)
     else:
         _print(report)
-    if interrupted:
-        raise KeyboardInterrupt
+    if report["interrupted"]:
+        raise typer.Exit(130)
     if report["wrong_pages"] or report["leaks"]:
         raise typer.Exit(1)
 
 
-def _run(target: Target, workload: Workload, plan: Plan, *, fresh: bool, quiet: bool) -> tuple[dict[str, Any], bool]:
-    """The report, and whether it is of a part only because somebody pressed Ctrl-C."""
+def _run(target: Target, workload: Workload, plan: Plan, *, fresh: bool, quiet: bool) -> dict[str, Any]:
+    """The report; of what was done so far, if somebody presses Ctrl-C."""
     before = target.http.get("/v1/status")
     if fresh:
         _drop(workload, plan.setup)
@@ -102,16 +102,16 @@ def _run(target: Target, workload: Workload, plan: Plan, *, fresh: bool, quiet: 
             interrupted = True
         wall_s = time.perf_counter() - started
     after, leaks = wait_quiet(target.http, before["sessions"])
-    report = {
+    return {
         "workload": str(workload),
         "page_bytes": plan.setup.object_bytes,
         "processes": plan.processes,
         **driver.tally.summary(wall_s),
         "evicted_pages": _evicted(before, after),
         "pool_restarted": before["boot"] != after["boot"],
+        "interrupted": interrupted,
         "leaks": leaks,
     }
-    return report, interrupted
 
 
 def _drop(workload: Workload, setup: Setup) -> None:
@@ -160,6 +160,8 @@ def _print(report: dict[str, Any]) -> None:
         lines.append(("killed", f"{report['kills']:,} engines, and started again"))
     if report["pool_restarted"]:
         lines.append(("pool", "started again meanwhile"))
+    if report["interrupted"]:
+        lines.append(("ended", "by Ctrl-C, before the last request"))
     lines.append(("left behind", "; ".join(report["leaks"]) or "nothing"))
     lines.append(("wall time", f"{report['wall_s']:.1f} s"))
     out, bad = console(), {"wrong pages": report["wrong_pages"], "left behind": report["leaks"]}

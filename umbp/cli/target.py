@@ -18,7 +18,7 @@ from umbp.grammar import Address, parse_size
 
 WIDTH_WITHOUT_TERMINAL = 160  # a key has 64 digits, which 80 columns would break
 
-AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the pool's answer as one line of JSON.")]
+AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
 NamespaceArgument: TypeAlias = Annotated[str, typer.Argument(help="Its row, or 8 or more digits of its digest: umbp namespaces.")]
 NamespaceOption: TypeAlias = Annotated[
     str | None, typer.Option("--namespace", "-n", help="Only of this one: row, or 8 or more digits of its digest.")

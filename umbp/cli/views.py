@@ -91,14 +91,10 @@ def rates_text(before: dict[str, Any], now: dict[str, Any]) -> Text:
     def rate(name: str) -> float:
         return (int(now["counters"][name]) - int(before["counters"][name])) / seconds
 
-    stored = max(0, _stored(now) - _stored(before)) / seconds
-    lookups, hits, evicted, evicted_bytes = (rate(name) for name in ("lookups", "hits", "evicted_keys", "evicted_bytes"))
+    stored, lookups, hits, evicted = (rate(name) for name in ("stored_keys", "lookups", "hits", "evicted_keys"))
+    evicted_bytes = rate("evicted_bytes")
     text = f"{rate('noted_requests'):,.0f} requests/s  {lookups:,.0f} pages asked/s ({share(hits, lookups)} stored)  "
     return cell(text + f"{stored:,.0f} stored/s  {evicted:,.0f} evicted/s ({format_size(int(evicted_bytes))}/s)")
-
-
-def _stored(status: dict[str, Any]) -> int:
-    return sum(int(space["stored_keys"]) for space in status["namespaces"])
 
 
 def namespaces_table(namespaces: list[dict[str, Any]], total: int) -> Table:
