@@ -28,7 +28,7 @@ import numpy as np
 
 from umbp import wire
 from umbp.core.pool import Pool
-from umbp.errors import InvalidRequest, LimitReached, ProtocolError, UmbpError
+from umbp.errors import InvalidRequest, LimitReached, NotFound, ProtocolError, UmbpError
 from umbp.layout import Namespace
 from umbp.store.segment import Segment
 from umbp.types import I64, U64
@@ -182,6 +182,8 @@ class Session(asyncio.Protocol):
         self._clean = False
         self._hello: asyncio.TimerHandle | None = None
         self._slow: asyncio.Task[None] | None = None  # the one answer that takes time; later messages wait for it
+        self._unread = False
+        self._reading = True
 
     def __repr__(self) -> str:
         return f"<Session {self.owner.session if self.owner else 'without hello'}>"
@@ -212,13 +214,23 @@ class Session(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         """The client does not read its replies: do not read its requests."""
-        if self._transport:
-            self._transport.pause_reading()
+        self._unread = True
+        self._read_or_wait()
 
     def resume_writing(self) -> None:
         """It reads again."""
-        if self._transport:
-            self._transport.resume_reading()
+        self._unread = False
+        self._read_or_wait()
+
+    def _read_or_wait(self) -> None:
+        """What a client sends ahead of its answers is left in the kernel's buffer, which is bounded."""
+        reading = self._slow is None and not self._unread
+        if self._transport and reading != self._reading:
+            self._reading = reading
+            if reading:
+                self._transport.resume_reading()
+            else:
+                self._transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
         """Answer every whole frame that is there."""
@@ -368,11 +380,13 @@ class Session(asyncio.Protocol):
         ids, versions = blob.take(np.int64, message.n), blob.take(np.uint64, message.n)
         blob.end()
         self._slow = asyncio.get_running_loop().create_task(self._make_sums(ids, versions))
+        self._read_or_wait()
         return b""
 
     async def _make_sums(self, ids: I64, versions: U64) -> None:
         sums = await self.server.make_sums(ids, versions)
         self._slow = None
+        self._read_or_wait()
         if self._transport:
             self._transport.write(wire.encode(wire.Sums(len(sums)), sums))
             self.data_received(b"")
@@ -390,7 +404,11 @@ class Session(asyncio.Protocol):
 
     def unpin(self, message: wire.Unpin, blob: wire.Blob, now: float) -> bytes:
         blob.end()
-        self.server.pool.leases.unpin(message.number)
+        leases = self.server.pool.leases
+        pin = leases.pins.get(message.number)
+        if pin is None or pin.session != self.session:  # an operator's, or another client's
+            raise NotFound(f"this session has no pin {message.number}", field="pin")
+        leases.unpin(message.number)
         return wire.encode(wire.Numbers([]))
 
     def status(self, message: wire.GetStatus, blob: wire.Blob, now: float) -> bytes:

@@ -67,18 +67,16 @@ class Summer:
         """Checksums of these objects, entered in the index; 0 for those that are gone."""
         sums = np.zeros(len(ids), np.uint64)
         loop = asyncio.get_running_loop()
-        at = 0
-        while at < len(ids):
-            sizes = self.pool.objects.size[ids[at:]]
-            count = max(1, int(np.searchsorted(np.cumsum(sizes), SLICE_BYTES)))
-            part = slice(at, at + count)
-            at += count
-            alive = np.flatnonzero(self.pool.versions(ids[part], versions[part])) + part.start
+        todo = np.flatnonzero(self.pool.versions(ids, versions))  # a client may ask for ids that never were
+        while len(todo):
+            count = max(1, int(np.searchsorted(np.cumsum(self.pool.objects.size[ids[todo]]), SLICE_BYTES)))
+            part, todo = todo[:count], todo[count:]
+            alive = part[self.pool.versions(ids[part], versions[part])]
             offsets, lengths = self.pool.objects.offset[ids[alive]], self.pool.objects.size[ids[alive]]
             made = await loop.run_in_executor(self._thread, checksums, self.data, offsets, lengths)
             same = self.pool.set_sums(ids[alive], versions[alive], made)
             sums[alive[same]] = made[same]
-            if polite and at < len(ids):
+            if polite and len(todo):
                 await self._quiet()
         return sums
 
