@@ -272,9 +272,9 @@ class AsyncNamespace:
         except BaseException:
             await self._pool.run(self._operations.release(lease))
             raise
-        checked = lease.check()
+        unchanged = lease.unchanged()
         await self._pool.run(self._operations.release(lease))
-        lease.raise_if_lost(checked)
+        lease.raise_if_lost(unchanged)
 
     async def remove(self, keys: Any) -> Mask:
         """Make keys invisible at once; which of them were stored."""

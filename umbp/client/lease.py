@@ -77,17 +77,22 @@ class Lease:
 
     def check(self) -> Mask:
         """Which items were whole until now; (n,) bool. What was read from a view before this call counts exactly where it is True."""
+        unchanged = self.unchanged()
+        # A leased object that was removed is invisible (its version is 0) and still in place: held, as long as the lease is. The lease
+        # is as long as its session is: asked after the versions were read, so that a pool that restarts now cannot have reused anything.
+        if self.look is not None and not self.expired and not self._over and self._link.bond_or_none() is self.look.bond:
+            return self.held.copy()
+        return self.held & unchanged
+
+    def unchanged(self) -> Mask:
+        """Which items are still stored as the versions that were leased, whatever became of the lease; (n,) bool."""
         if self.look is None:
             return np.zeros(len(self.held), bool)
         bond, found = self.look.bond, self.look.found
         same: Mask = bond.index.versions_of(found.ids) == found.versions
-        # A leased object that was removed is invisible (its version is 0) and still in place: held, as long as the lease is. The lease
-        # is as long as its session is: asked after the versions were read, so that a pool that restarts now cannot have reused anything.
-        if not self.expired and not self._over and self._link.bond_or_none() is bond:
-            return self.held.copy()
         if self._link.number_of(bond, self._opened) != self.look.number:
             same[:] = False
-        return self.held & same
+        return same
 
     def end(self) -> bool:
         """Mark as over; True if the pool must be told."""
@@ -97,9 +102,9 @@ class Lease:
         self._link.leases.pop(self.number, None)
         return True
 
-    def raise_if_lost(self, checked: Mask) -> None:
-        """LeaseLost if the lease was lost and items that it held are not what they were."""
-        if self.lost and (gone := np.flatnonzero(self.held & ~checked)).size:
+    def raise_if_lost(self, unchanged: Mask) -> None:
+        """After release, which tells: LeaseLost if the pool had ended the lease before and items were not `unchanged` after their use."""
+        if self.lost and (gone := np.flatnonzero(self.held & ~unchanged)).size:
             self._link.statistics.leases_lost += 1
             raise LeaseLost(
                 f"the lease was lost (this process was stopped for more than {self.seconds} s, or the pool restarted) and "

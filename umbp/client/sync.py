@@ -405,9 +405,9 @@ class Namespace:
         except BaseException:
             self._pool.run(self._operations.release(lease))
             raise
-        checked = lease.check()
+        unchanged = lease.unchanged()
         self._pool.run(self._operations.release(lease))
-        lease.raise_if_lost(checked)
+        lease.raise_if_lost(unchanged)
 
     def remove(self, keys: Any) -> Mask:
         """Make keys invisible at once; which of them were stored, (n,) bool."""
