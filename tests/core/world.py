@@ -12,7 +12,9 @@ from umbp.store.segment import NAMESPACE_WORDS
 class World:
     """The arrays that a segment would hold, and a pool over them; `reboot` makes another pool over the same arrays."""
 
-    def __init__(self, capacity_bytes: int, entries: int, *, namespaces: int = 16, eviction: str = "lru", admission: str = "always", **limits):
+    def __init__(
+        self, capacity_bytes: int, entries: int, *, namespaces: int = 16, eviction: str = "lru", admission: str = "always", **limits
+    ):
         self.buckets = np.zeros((buckets_for(entries), BUCKET_SLOTS), np.uint64)
         self.entries = np.zeros((entries, ENTRY_WORDS), np.uint64)
         self.words = np.zeros(4, np.uint64)

@@ -30,8 +30,11 @@ def check_relations(now: dict[Any, float], before: dict[Any, float], node: FakeN
     for sample, value in before.items():
         if sample[0].endswith(("_total", "_count")):
             assert now.get(sample, 0) >= value, sample
-    assert now["umbp_keys", ()] == len(node.pool.objects.live_ids())
-    assert sum(v for (name, _), v in now.items() if name == "umbp_namespace_held_bytes") == used
+    assert now["umbp_keys", ()] == sum(v for (name, _), v in now.items() if name == "umbp_namespace_keys")
+    held = sum(v for (name, _), v in now.items() if name == "umbp_namespace_held_bytes")
+    assert held + now["umbp_flushed_bytes", ()] == used
+    stored = sum(v for (name, _), v in now.items() if name == "umbp_namespace_stored_keys_total")
+    assert now["umbp_stored_keys_total", ()] == stored
 
 
 async def test_gauges_before_any_put_are_zero_and_the_capacity_is_the_configured_one() -> None:

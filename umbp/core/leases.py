@@ -18,6 +18,7 @@ from umbp.types import I64, U64, Mask
 
 LEASES_PER_SESSION_MAX = 1024
 PINS_MAX = 4096
+DEADLINES_SPARE = 1024
 
 
 @dataclass(slots=True)
@@ -64,6 +65,7 @@ class Leases:
         """Lease those of these objects that are still of this version; the mask says which. LimitReached changes nothing."""
         objects = self.objects
         held: Mask = (objects.state[ids] == LIVE) & (objects.table.versions_of(ids) == versions)
+        held &= objects.row[ids] >= 0  # flushed objects are gone, though their removal is still under way
         distinct = np.unique(ids[held])
         mine = self.by_session.get(session, set())
         if len(mine) >= LEASES_PER_SESSION_MAX:
@@ -79,7 +81,7 @@ class Leases:
         objects.lease(distinct)
         self.leases[lease.number] = lease
         self.by_session.setdefault(session, set()).add(lease.number)
-        heapq.heappush(self._deadlines, (lease.expires, lease.number))
+        self._remember(lease)
         return lease, held
 
     def renew(self, now: float, session: int, numbers: list[int]) -> list[int]:
@@ -91,7 +93,7 @@ class Leases:
                 lost.append(number)
             else:
                 lease.expires = now + lease.seconds
-                heapq.heappush(self._deadlines, (lease.expires, number))
+                self._remember(lease)
         return lost
 
     def release(self, session: int, number: int) -> bool:
@@ -160,6 +162,14 @@ class Leases:
         if not held:
             del self.by_session[lease.session]
         self.objects.unlease(lease.ids)
+
+    def _remember(self, lease: Lease) -> None:
+        """Enter its deadline; who renews or releases often must not make the heap grow until the first deadline comes."""
+        if len(self._deadlines) > 2 * len(self.leases) + DEADLINES_SPARE:
+            self._deadlines = [(each.expires, each.number) for each in self.leases.values()]
+            heapq.heapify(self._deadlines)
+        else:
+            heapq.heappush(self._deadlines, (lease.expires, lease.number))
 
     def _number(self) -> int:
         self._next += 1

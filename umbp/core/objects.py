@@ -9,7 +9,9 @@ Theory of operation. Each entry id is in one state; the table of moves is `MOVES
 A ZOMBIE (evicted, removed or flushed under a lease) and an ORPHAN are invisible, but their memory is not given to anyone. Used bytes are
 the bytes of everything that is not FREE. All arrays have one element per entry id; every call takes arrays of ids.
 
-Cost beside the segment: about 55 bytes an entry id here, plus the policy's own.
+Cost beside the segment: about 61 bytes an entry id here, plus the policy's own.
+
+An account with a negative row is a limbo: what it holds belongs to no namespace any more, is never leased, and goes by and by.
 """
 
 from __future__ import annotations
@@ -75,6 +77,21 @@ class Account:
     refused: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Parents:
+    """The page before each of n pages: its entry id, -1 where it is not known, and its version then, 0 where it is of the same batch.
+
+    The version tells at the commit whether the id still is that page's: it may have been evicted meanwhile and the id reused.
+    """
+
+    ids: I64
+    versions: U64
+
+    def only(self, which: I64 | Mask) -> Parents:
+        """Those of these pages."""
+        return Parents(self.ids[which], self.versions[which])
+
+
 class Objects:
     """State arrays, allocator and policy of one pool."""
 
@@ -91,6 +108,7 @@ class Objects:
         self.size: I64 = np.zeros(n, np.int64)
         self.offset: I64 = np.zeros(n, np.int64)
         self.committed_at: F64 = np.zeros(n, np.float64)
+        self.acknowledged_at: F64 = np.zeros(n, np.float64)  # a writer was told that it is stored: at commit, or later as "exists"
         self.accessed_at: F64 = np.zeros(n, np.float64)
         self.hits: I32 = np.zeros(n, np.int32)
         self._free: I32 = np.arange(n - 1, -1, -1, dtype=np.int32)  # a stack; the top is at index free_ids - 1
@@ -100,6 +118,7 @@ class Objects:
         self.leased_bytes = 0  # of distinct leased objects
         self.counts = [n, 0, 0, 0, 0]  # entries by state
         self.protected = 0  # LIVE entries with a lease or a pin
+        self.stored_keys = 0
         self.evicted_keys = 0
         self.evicted_bytes = 0
 
@@ -120,21 +139,22 @@ class Objects:
         self.table.write_reserved(ids, words, place, offsets, owner)
         return ids
 
-    def publish(self, now: float, ids: I64, sums: U64 | None, parents: I64, fingerprints: U64) -> Mask:
+    def publish(self, now: float, ids: I64, sums: U64 | None, parents: Parents, fingerprints: U64) -> Mask:
         """Make reserved objects visible. Those for which the index has no slot stay reserved and are False in the answer."""
         shown = self.table.publish(ids, sums)
         if not shown.all():
             self.table.forget(ids[~shown])
-            ids, parents, fingerprints = ids[shown], parents[shown], fingerprints[shown]
+            ids, parents, fingerprints = ids[shown], parents.only(shown), fingerprints[shown]
         self._move(ids, RESERVED, LIVE)
-        self.committed_at[ids] = now
-        self.accessed_at[ids] = now
+        self.committed_at[ids] = self.acknowledged_at[ids] = self.accessed_at[ids] = now
         self.hits[ids] = 0
+        self.stored_keys += len(ids)
         for account, part in self._by_account(ids):
             account.live_keys += len(part)
             account.stored_keys += len(part)
-        alive = (parents >= 0) & (self.state[parents] == LIVE)
-        known = np.where(alive, parents, -1).astype(np.int32)
+        alive = (parents.ids >= 0) & (self.state[parents.ids] == LIVE)
+        alive &= (parents.versions == 0) | (parents.versions == self.table.versions_of(parents.ids))
+        known = np.where(alive, parents.ids, -1).astype(np.int32)
         self.policy.on_inserted(Inserted(now, ids.astype(np.int32), known, fingerprints))
         return shown
 
@@ -169,6 +189,16 @@ class Objects:
         self._move(gone, LIVE, FREE)
         self.policy.on_removed(ids.astype(np.int32), evicted=evicted)
         self._release(gone)
+
+    def transfer(self, ids: I64, account: Account) -> None:
+        """Count live objects as another account's, one of the same object size."""
+        for old, part in self._by_account(ids):
+            assert old.object_bytes == account.object_bytes
+            old.live_keys -= len(part)
+            self._charge(old, -len(part))
+        self.row[ids] = account.row
+        account.live_keys += len(ids)
+        self._charge(account, len(ids))
 
     def _move(self, ids: I64, old: int, new: int) -> None:
         assert (old, new) in MOVES, f"no move {STATES[old]} -> {STATES[new]}"
@@ -221,7 +251,7 @@ class Objects:
         self.free_ids = len(free)
         self._free[: len(free)] = free
         self.counts = np.bincount(self.state, minlength=len(STATES)).tolist()
-        self.committed_at[held] = self.accessed_at[held] = now - 60.0  # not "just acknowledged"
+        self.committed_at[held] = self.acknowledged_at[held] = self.accessed_at[held] = now - 60.0  # not "just acknowledged"
 
     # -- protection --------------------------------------------------------------------------------------------------------------------
 
@@ -273,6 +303,11 @@ class Objects:
     def evictable(self) -> int:
         """Live objects without lease or pin."""
         return self.counts[LIVE] - self.protected
+
+    def in_limbo(self) -> tuple[int, int]:
+        """Keys and bytes that belong to no namespace any more and are still to be removed."""
+        limbo = [account for account in self.accounts.values() if account.row < 0]
+        return sum(account.live_keys for account in limbo), sum(account.held_bytes for account in limbo)
 
     def allocated_bytes(self) -> int:
         """Bytes of the segment that are not free, rounding included."""

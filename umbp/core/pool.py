@@ -26,15 +26,16 @@ import numpy as np
 
 from umbp.core.allocator import Allocator
 from umbp.core.leases import Lease, Leases, Pin
-from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Objects
+from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Objects, Parents
 from umbp.core.room import Room, Watermarks
 from umbp.core.writes import Reservation, Writes
 from umbp.errors import InvalidRequest, LimitReached, NotFound
-from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, Inserted, Request, find
-from umbp.store.index import W_PLACE, W_SUM, IndexWriter, hashes, key_words, place_word
+from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, Request, find
+from umbp.store.index import W_PLACE, W_SUM, Found, IndexWriter, hashes, key_words, place_word
 from umbp.types import I64, U8, U64, Mask, WriteStatus
 
 DOOMED_SLICE = 4096  # objects of flushed namespaces removed a tick: about 2 ms
+UNSUMMED_BATCHES_MAX = 65_536  # about 20 MB where batches are small
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Pool:
         self.counters = Counters()
         self._limited: dict[int, None] = {}  # rows with a quota
         self._doomed: list[I64] = []  # ids of flushed namespaces, still to be removed
-        self._unsummed: deque[tuple[I64, U64]] = deque()
+        self._unsummed: deque[tuple[I64, U64]] = deque(maxlen=UNSUMMED_BATCHES_MAX)  # the oldest go; who needs their sums has them made
         self._counter = counter
 
     def __repr__(self) -> str:
@@ -143,8 +144,10 @@ class Pool:
                     self.table.forget(part)
         self.objects.settle(now)
         live = self.objects.live_ids()
-        assert self.table.rebuild(live).all(), "the index has no place for what it held before"
-        self._tell_policy(now, live)
+        shown = self.table.rebuild(live)
+        self.objects.hide(live[~shown], evicted=True)  # keys entered in another order may, once in a blue moon, not all find a slot
+        live = live[shown]
+        self._tell_policy(now, self.objects.policy, live)
         self._queue_sums(live[self.table.entries[live, W_SUM] == 0])
         orphans = np.flatnonzero(self.objects.state == ORPHAN)
         owner_of = self.table.entries[orphans, W_SUM].astype(np.int64)
@@ -155,14 +158,19 @@ class Pool:
 
     def _limbo(self, size: int) -> Account:
         """An account for memory of a namespace that is no more, by object size."""
-        for row, account in self.objects.accounts.items():
-            if row < 0 and account.object_bytes == size:
+        accounts = self.objects.accounts
+        limbo = [account for account in accounts.values() if account.row < 0]
+        for account in limbo:
+            if account.object_bytes == size:
                 return account
-        account = Account(-1 - len(self.objects.accounts), 0, size)
-        self.objects.accounts[account.row] = account
+        for account in limbo:  # so that callers who think of ever new sizes do not fill the table
+            if not account.held_bytes:
+                del accounts[account.row]
+        account = Account(min([0, *accounts]) - 1, 0, size)
+        accounts[account.row] = account
         return account
 
-    def _tell_policy(self, now: float, live: I64) -> None:
+    def _tell_policy(self, now: float, policy: EvictionPolicy, live: I64) -> None:
         """Give a fresh policy all objects, the longest unused first."""
         order = live[np.argsort(self.objects.accessed_at[live], kind="stable")]
         rows = self.table.entries[order]
@@ -170,7 +178,7 @@ class Pool:
         for start in range(0, len(order), 65536):
             part = slice(start, start + 65536)
             ids = order[part].astype(np.int32)
-            self.objects.policy.on_inserted(Inserted(now, ids, np.full(len(ids), -1, np.int32), prints[part]))
+            policy.on_inserted(Inserted(now, ids, np.full(len(ids), -1, np.int32), prints[part]))
 
     # -- namespaces --------------------------------------------------------------------------------------------------------------------
 
@@ -217,7 +225,9 @@ class Pool:
         account.number = self._number()
         self.rows[row, 0] = account.number
         doomed = self.objects.live_ids(row)
-        self._doomed.append(doomed)
+        if len(doomed):
+            self.objects.transfer(doomed, self._limbo(account.object_bytes))
+            self._doomed.append(doomed)
         self.counters.flushes += 1
         return len(doomed)
 
@@ -257,6 +267,10 @@ class Pool:
             declined = np.flatnonzero(mine)[~self.admission.admit(now, prints[mine], fill=self._fill())]
             status[declined] = WriteStatus.NOT_ADMITTED
             mine[declined] = False
+        if not self.writes.may_start(session):
+            status[mine] = WriteStatus.TOO_MANY_RESERVATIONS
+            mine[:] = False
+        self.objects.acknowledged_at[found.ids[found.hit]] = now  # before room is made: it is not made of them while others can go
         wanted = np.flatnonzero(mine)
         offsets, reason = self.room.make_room(now, account, len(wanted)) if len(wanted) else (np.empty(0, np.int64), WriteStatus.STORED)
         status[wanted[len(offsets) :]] = reason
@@ -266,7 +280,7 @@ class Pool:
             return Reserved(0, status, mine, np.empty(0, np.int64), offsets)
         chosen = wanted[: len(offsets)]
         ids = self.objects.reserve(account, words[chosen], place, offsets, session)
-        parents = self._parents(account, found.hit, found.ids, chosen, ids, parent, place)
+        parents = self._parents(account, found, chosen, ids, parent, place)
         limit = min(seconds or self.limits.reservation_seconds, self.limits.reservation_seconds)
         made = self.writes.start(now, session, account, ids, [names[i] for i in chosen.tolist()], parents, prints[chosen], limit)
         return Reserved(made.number, status, mine, ids, offsets)
@@ -295,16 +309,15 @@ class Pool:
             seen.add(name)
         return mine
 
-    def _parents(self, account: Account, hit: Mask, known: I64, chosen: I64, ids: I64, parent: bytes, place: np.uint64) -> I64:
-        """Entry id of the page before each written one, -1 where it is not stored."""
-        entry = np.where(hit, known, -1)
-        entry[chosen] = ids
-        before = np.r_[-1, entry[:-1]]
+    def _parents(self, account: Account, found: Found, chosen: I64, ids: I64, parent: bytes, place: np.uint64) -> Parents:
+        """The page before each written one. ``found`` is what was stored before room was made for these."""
+        entry, version = np.full(len(found.hit) + 1, -1), np.zeros(len(found.hit) + 1, np.uint64)
+        entry[1:][found.hit], version[1:][found.hit] = found.ids[found.hit], found.versions[found.hit]
+        entry[1:][chosen], version[1:][chosen] = ids, 0
         if parent:
-            found = self.table.find(key_words(np.frombuffer(parent, np.uint8)), account.number, place)
-            before[0] = found.ids[0] if found.hit[0] else -1
-        parents: I64 = before[chosen]
-        return parents
+            first = self.table.find(key_words(np.frombuffer(parent, np.uint8)), account.number, place)
+            entry[0], version[0] = (first.ids[0], first.versions[0]) if first.hit[0] else (-1, 0)
+        return Parents(entry[:-1][chosen], version[:-1][chosen])
 
     def _fill(self) -> float:
         return self.objects.allocated_bytes() / max(1, self.objects.allocator.capacity_bytes)
@@ -406,9 +419,9 @@ class Pool:
     def swap_eviction(self, now: float, name: str) -> None:
         """Another eviction policy from now on; it is given all objects, longest unused first."""
         policy = find(EVICTION, name)(self.objects.capacity)
+        self._tell_policy(now, policy, self.objects.live_ids())  # first, so that one that cannot take it changes nothing
         self.objects.policy = policy
         self.eviction = name
-        self._tell_policy(now, self.objects.live_ids())
 
     def swap_admission(self, name: str) -> None:
         """Another admission policy from now on."""
@@ -450,11 +463,8 @@ class Pool:
         return self.room.evict_slice(now) > 0 or busy
 
     def _remove_stale(self, ids: I64) -> None:
-        """Of these ids, those that still are objects of a namespace number that is no more."""
-        live = ids[self.objects.state[ids] == LIVE]
-        numbers = (self.table.entries[live, 4] & np.uint64(0xFFFF_FFFF)).astype(np.int64)
-        current = np.array([self.objects.accounts[row].number for row in self.objects.row[live].tolist()], np.int64)
-        self.objects.hide(live[numbers != current], evicted=False)
+        """Of these ids, those that still are flushed objects: some were evicted meanwhile, and the id reused."""
+        self.objects.hide(ids[(self.objects.state[ids] == LIVE) & (self.objects.row[ids] < 0)], evicted=False)
 
     def check(self) -> None:
         """All invariants: slow."""

@@ -1,15 +1,16 @@
 """Making room: which objects go so that new ones fit, in bytes, in keys, in one piece, and within a quota.
 
 Theory of operation. `make_room` returns memory for up to `count` objects of one namespace and, if that is fewer, the reason for the rest.
-It evicts in the policy's order, two passes: first without what was committed in the last second (a page just acknowledged is not taken
-while anything else can go), then all that is neither leased nor pinned. If bytes suffice but lie scattered, or the victims are much
-smaller than the object, it evicts a *window*: the run of neighbours that costs the fewest bytes, near the policy's first victim if there is
-one there, else anywhere. So a put is refused only if what is leased, pinned or being written really leaves no room.
+It evicts in the policy's order, two passes: first without what was acknowledged in the last second (a page just put is not taken while
+anything else can go), then all that is neither leased nor pinned. If bytes suffice but lie scattered, or the victims are much smaller
+than the object, it evicts a *window*: the run of neighbours that costs the fewest bytes, near the policy's first victim if there is
+one there, else anywhere; in the same two passes. So a put is refused only if what is leased, pinned or being written leaves no room.
 
 `evict_slice` works ahead of need, from the high watermark down to the low one, a bounded number of objects a call.
 
 Cost: evicting k objects is a few vectorised passes over k; a window is a pass over the offsets (1 ms for 1 M objects), plus a sort when
-only a search of the whole segment helps.
+only a search of the whole segment helps. Where few of many objects may go at all (most are leased, or it is about one namespace), that is
+found out once for all ids, and the policy is not asked to walk over the others if there are none.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from umbp.types import I32, I64, Mask, WriteStatus
 
 GRACE_SECONDS = 1.0
 WINDOW_SPAN = 16  # a window is first looked for within this many sizes of the policy's victim
+FEW = 8  # "few" is less than one in this many
 SMALLER = 4  # victims this many times smaller than the object are not worth freeing one by one
 VICTIMS_MAX = 4096  # asked of a policy at once
 SLICE_KEYS = 256
@@ -84,9 +86,12 @@ class Room:
             self._draining = False
         if not self._draining:
             return 0
+        if objects.evictable == 0:
+            self._draining = False
+            return 0
         excess_keys = objects.capacity - objects.free_ids - int(self.watermarks.low * objects.capacity)
         excess_bytes = objects.allocated_bytes() - int(self.watermarks.low * capacity)
-        victims = objects.policy.victims(self._eligible(now, grace=True), SLICE_KEYS).astype(np.int64)
+        victims = self._choose(now, SLICE_KEYS, grace=True)
         enough = np.cumsum(objects.size[victims]) - objects.size[victims] < excess_bytes
         enough |= np.arange(len(victims)) < excess_keys
         objects.hide(victims[enough], evicted=True)
@@ -107,16 +112,26 @@ class Room:
     def _eligible(self, now: float, *, grace: bool, row: int = -1) -> Eligibility:
         return Eligibility(self.objects, now - GRACE_SECONDS if grace else np.inf, row)
 
+    def _choose(self, now: float, count: int, *, grace: bool, row: int = -1) -> I64:
+        """Ask the policy."""
+        objects, eligible = self.objects, self._eligible(now, grace=grace, row=row)
+        can_go = objects.evictable if row < 0 else min(objects.evictable, objects.accounts[row].live_keys)
+        if can_go * FEW >= objects.counts[LIVE]:
+            return objects.policy.victims(eligible, count).astype(np.int64)
+        mask = eligible(slice(None))
+        if not mask.any():
+            return np.empty(0, np.int64)
+        return objects.policy.victims(lambda ids: mask[ids], count).astype(np.int64)
+
     def _victims(self, now: float, size_bytes: float, count: int, *, row: int = -1) -> I64:
         """Ids in the policy's order, as many as cover the bytes, at most ``count``."""
         objects = self.objects
         if objects.evictable == 0:
             return np.empty(0, np.int64)
         count = min(count, VICTIMS_MAX)
-        victims = objects.policy.victims(self._eligible(now, grace=True, row=row), count)
-        if not len(victims):
-            victims = objects.policy.victims(self._eligible(now, grace=False, row=row), count)
-        ids = victims.astype(np.int64)
+        ids = self._choose(now, count, grace=True, row=row)
+        if not len(ids):
+            ids = self._choose(now, count, grace=False, row=row)
         if not np.isinf(size_bytes):
             sizes = objects.size[ids]
             ids = ids[np.cumsum(sizes) - sizes < size_bytes]
@@ -149,30 +164,34 @@ class Room:
             return False
         scattered = objects.allocator.free_bytes >= need or objects.size[victims[0]] * SMALLER < size
         if scattered:
-            window = self._window(size, int(objects.offset[victims[0]]), taken)
+            window = self._window(now, size, int(objects.offset[victims[0]]), taken)
             if window is None:
                 return False
             victims = window
         objects.hide(victims, evicted=True)
         return True
 
-    def _window(self, size: int, near: int, taken: I64) -> I64 | None:
+    def _window(self, now: float, size: int, near: int, taken: I64) -> I64 | None:
         """The objects to evict for one run of ``size``: the cheapest window near an offset, else anywhere. None if there is no window."""
         capacity, span = self.objects.allocator.capacity_bytes, WINDOW_SPAN * rounded(size)
         low, high = max(0, near - span), min(capacity, near + span)
-        found = self._window_within(size, low, high, taken)
-        if found is None and (low, high) != (0, capacity):
-            found = self._window_within(size, 0, capacity, taken)
-        return found
+        for grace in (True, False):
+            eligible = self._eligible(now, grace=grace)
+            found = self._window_within(size, low, high, taken, eligible)
+            if found is None and (low, high) != (0, capacity):
+                found = self._window_within(size, 0, capacity, taken, eligible)
+            if found is not None:
+                return found
+        return None
 
-    def _window_within(self, size: int, low: int, high: int, taken: I64) -> I64 | None:
+    def _window_within(self, size: int, low: int, high: int, taken: I64, eligible: Eligibility) -> I64 | None:
         objects = self.objects
         length, unit = rounded(size), granule(size)
         held = np.flatnonzero((objects.state != FREE) & (objects.offset < high))
         units = np.where(objects.size[held] < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
         starts = np.r_[objects.offset[held], taken]
         ends = np.r_[objects.offset[held] + -(-objects.size[held] // units) * units, taken + length]
-        blocked = np.r_[~self._eligible(0.0, grace=False)(held.astype(np.int32)), np.ones(len(taken), bool)]
+        blocked = np.r_[~eligible(held), np.ones(len(taken), bool)]
         order = np.argsort(starts)
         order = order[(ends[order] > low) & (starts[order] < high)]
         ids, starts, ends, blocked = np.r_[held, np.full(len(taken), -1)][order], starts[order], ends[order], blocked[order]
@@ -194,17 +213,17 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Eligibility:
-    """Which ids may be evicted: live, neither leased nor pinned, committed before a time, and of a namespace if one is named."""
+    """Which ids may be evicted: live, neither leased nor pinned, acknowledged before a time, and of a namespace if one is named."""
 
     objects: Objects
-    committed_before: float
+    acknowledged_before: float
     row: int
 
-    def __call__(self, ids: I32) -> Mask:
+    def __call__(self, ids: I32 | I64 | slice) -> Mask:
         objects = self.objects
         mask: Mask = (objects.state[ids] == LIVE) & (objects.leases[ids] == 0) & (objects.pins[ids] == 0)
         if self.row >= 0:
             mask &= objects.row[ids] == self.row
-        if np.isfinite(self.committed_before):
-            mask &= objects.committed_at[ids] < self.committed_before
+        if np.isfinite(self.acknowledged_before):
+            mask &= objects.acknowledged_at[ids] < self.acknowledged_before
         return mask

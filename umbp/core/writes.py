@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from umbp.core.objects import ORPHAN, RESERVED, Account, Objects
+from umbp.core.objects import ORPHAN, RESERVED, Account, Objects, Parents
 from umbp.types import I64, U8, U64, Mask, WriteStatus
 
 RESERVATIONS_PER_SESSION_MAX = 256
+DEADLINES_SPARE = 1024
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class Reservation:
     namespace: int  # the namespace's number when it was made: a flush changes it
     ids: I64
     keys: list[bytes]
-    parents: I64
+    parents: Parents
     fingerprints: U64
     expires: float
     expired: bool = False
@@ -56,7 +57,7 @@ class Writes:
         account: Account,
         ids: I64,
         keys: list[bytes],
-        parents: I64,
+        parents: Parents,
         fingerprints: U64,
         seconds: float,
     ) -> Reservation:
@@ -66,7 +67,11 @@ class Writes:
         self.open[made.number] = made
         self.by_session.setdefault(session, set()).add(made.number)
         self.in_flight.update(zip(((account.number, key) for key in keys), ids.tolist(), strict=True))
-        heapq.heappush(self._deadlines, (made.expires, made.number))
+        if len(self._deadlines) > 2 * len(self.open) + DEADLINES_SPARE:  # most are of writes that ended long before their time
+            self._deadlines = [(open_.expires, open_.number) for open_ in self.open.values() if not open_.expired]
+            heapq.heapify(self._deadlines)
+        else:
+            heapq.heappush(self._deadlines, (made.expires, made.number))
         return made
 
     def finish(self, now: float, session: int, number: int, filled: Mask, sums: U64 | None) -> U8:
@@ -84,7 +89,7 @@ class Writes:
         status[~filled & (status == WriteStatus.STORED)] = WriteStatus.UNAVAILABLE
         good = status == WriteStatus.STORED
         if good.any():
-            ids, parents = made.ids[good], made.parents[good]
+            ids, parents = made.ids[good], made.parents.only(good)
             shown = self.objects.publish(now, ids, None if sums is None else sums[good], parents, made.fingerprints[good])
             if not shown.all():
                 status[np.flatnonzero(good)[~shown]] = WriteStatus.KEY_LIMIT
@@ -94,11 +99,16 @@ class Writes:
 
     def adopt(self, now: float, session: int, account: Account, ids: I64) -> None:
         """Orphans that a session of a former boot left: they end with it."""
-        none = np.empty(0, np.int64)
-        made = Reservation(self._next, session, account, account.number, ids, [], none, none.view(np.uint64), now, expired=True)
+        none = np.empty(0, np.uint64)
+        parents = Parents(none.view(np.int64), none)
+        made = Reservation(self._next, session, account, account.number, ids, [], parents, none, now, expired=True)
         self._next += 1
         self.open[made.number] = made
         self.by_session.setdefault(session, set()).add(made.number)
+
+    def may_start(self, session: int) -> bool:
+        """Whether this session may open one more; those that expired count until their writer lets go."""
+        return len(self.by_session.get(session, ())) < RESERVATIONS_PER_SESSION_MAX
 
     def expire(self, now: float) -> int:
         """Orphan what is over its time; how many reservations."""

@@ -152,6 +152,7 @@ class Bounds(Document, frozen=True):
 class Counts(Document, frozen=True):
     """Since this boot. ``hits`` of ``lookups`` are keys of the requests that clients noted."""
 
+    stored_keys: int
     evicted_keys: int
     evicted_bytes: int
     removed_keys: int
@@ -251,7 +252,7 @@ def node_document(node: Node) -> NodeDocument:
         capacity_bytes=objects.allocator.capacity_bytes,
         used_bytes=objects.used_bytes,
         allocated_bytes=objects.allocated_bytes(),
-        keys=objects.counts[LIVE],
+        keys=objects.counts[LIVE] - objects.in_limbo()[0],
     )
 
 
@@ -278,7 +279,7 @@ def status_document(node: Node) -> Status:
         free_runs=space.free_runs,
         largest_free_run_bytes=space.largest_run_bytes,
         leased_bytes=objects.leased_bytes,
-        keys=objects.counts[LIVE],
+        keys=objects.counts[LIVE] - objects.in_limbo()[0],
         evictable_keys=objects.evictable,
         being_written=objects.counts[RESERVED],
         removed_but_leased=objects.counts[ZOMBIE],
@@ -316,6 +317,7 @@ def _bounds(node: Node) -> Bounds:
 def _counts(pool: Pool) -> Counts:
     counters = pool.counters
     return Counts(
+        stored_keys=pool.objects.stored_keys,
         evicted_keys=pool.objects.evicted_keys,
         evicted_bytes=pool.objects.evicted_bytes,
         removed_keys=counters.removed,

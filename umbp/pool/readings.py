@@ -36,6 +36,7 @@ USED = _gauge("umbp_used_bytes", "Bytes of objects, those being written included
 ALLOCATED = _gauge("umbp_allocated_bytes", "Bytes that objects take with rounding.", "tier")
 LARGEST = _gauge("umbp_largest_free_run_bytes", "Longest free run of the tier.", "tier")
 LEASED = _gauge("umbp_leased_bytes", "Bytes of distinct leased objects.")
+FLUSHED = _gauge("umbp_flushed_bytes", "Bytes of objects that belong to no namespace any more and are about to go.")
 KEYS = _gauge("umbp_keys", "Keys that can be found.")
 KEYS_MAX = _gauge("umbp_keys_max", "Keys that the index holds at most.")
 HIDDEN = _gauge("umbp_hidden_objects", "Objects that have memory but cannot be found.", "why")
@@ -46,6 +47,7 @@ RESERVATIONS = _gauge("umbp_reservations", "Batches being written.")
 NAMESPACES = _gauge("umbp_namespaces", "Namespaces.")
 UNSUMMED = _gauge("umbp_unsummed_batches", "Batches that wait for checksums.")
 
+STORED = _counter("umbp_stored_keys_total", "Keys that were committed.")
 EVICTED = _counter("umbp_evicted_keys_total", "Keys that were evicted.")
 EVICTED_BYTES = _counter("umbp_evicted_bytes_total", "Bytes that were evicted.")
 REMOVED = _counter("umbp_removed_keys_total", "Keys that clients or operators removed.")
@@ -90,7 +92,9 @@ def _gauges(pool: Pool) -> Iterator[Reading]:
     yield Reading(ALLOCATED, objects.allocated_bytes(), tier)
     yield Reading(LARGEST, allocator.largest_run(), tier)
     yield Reading(LEASED, objects.leased_bytes)
-    yield Reading(KEYS, objects.counts[LIVE])
+    flushed_keys, flushed_bytes = objects.in_limbo()
+    yield Reading(FLUSHED, flushed_bytes)
+    yield Reading(KEYS, objects.counts[LIVE] - flushed_keys)
     yield Reading(KEYS_MAX, objects.capacity)
     for state, why in ((RESERVED, "being_written"), (ZOMBIE, "removed_but_leased"), (ORPHAN, "abandoned")):
         yield Reading(HIDDEN, objects.counts[state], (why,))
@@ -103,6 +107,7 @@ def _gauges(pool: Pool) -> Iterator[Reading]:
 
 def _counters(pool: Pool) -> Iterator[Reading]:
     counters = pool.counters
+    yield Reading(STORED, pool.objects.stored_keys)
     yield Reading(EVICTED, pool.objects.evicted_keys)
     yield Reading(EVICTED_BYTES, pool.objects.evicted_bytes)
     yield Reading(REMOVED, counters.removed)
