@@ -1,5 +1,7 @@
 """UMBP, the Unified Memory & Bandwidth Pool: a KV-cache pool for LLM serving that outlives the engines it serves."""
 
+from typing import TYPE_CHECKING, Any
+
 from umbp.client import AsyncNamespace, AsyncPool, Lease, Namespace, Pool, connect, connect_async
 from umbp.errors import (
     ConfigError,
@@ -19,6 +21,9 @@ from umbp.errors import (
 from umbp.layout import Component, Layout, page_keys
 from umbp.types import ReadStatus, Statuses, Tier, WriteStatus
 
+if TYPE_CHECKING:
+    from umbp.loader import Loader
+
 __all__ = [
     "AsyncNamespace",
     "AsyncPool",
@@ -31,6 +36,7 @@ __all__ = [
     "Lease",
     "LeaseLost",
     "LimitReached",
+    "Loader",
     "Namespace",
     "NotFound",
     "OutOfMemory",
@@ -48,3 +54,12 @@ __all__ = [
     "connect_async",
     "page_keys",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`Loader` needs torch, which pools and plain clients live without: it is imported when it is first asked for."""
+    if name == "Loader":
+        from umbp.loader import Loader
+
+        return Loader
+    raise AttributeError(f"module 'umbp' has no attribute {name!r}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from umbp.client.link import Link, Look, Opened
 from umbp.errors import InvalidRequest, LeaseLost
-from umbp.types import U8, Mask
+from umbp.types import I64, U8, Mask
 
 
 class Lease:
@@ -74,6 +74,18 @@ class Lease:
         view: U8 = self.look.bond.data[offset : offset + self._object_bytes].view()
         view.flags.writeable = False
         return view
+
+    @property
+    def data(self) -> U8:
+        """The segment's pages, for those who copy many at once; (0,) if nothing is held."""
+        return self.look.bond.data if self.look is not None else np.empty(0, np.uint8)
+
+    @property
+    def offsets(self) -> I64:
+        """(n,) int64: where each item lies in `data`; meaningless where ``held`` is False."""
+        if self.look is None:
+            return np.zeros(len(self.held), np.int64)
+        return self.look.found.rows[:, 5].view(np.int64)
 
     def check(self) -> Mask:
         """Which items were whole until now; (n,) bool. What was read from a view before this call counts exactly where it is True."""

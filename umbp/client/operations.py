@@ -24,7 +24,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from umbp import wire
 from umbp.client import mover
@@ -34,11 +33,14 @@ from umbp.client.link import Bond, Link, Look, Opened
 from umbp.client.steps import Operation, Pause, Work
 from umbp.errors import InvalidRequest, LimitReached, Unavailable
 from umbp.layout import as_keys
+from umbp.store.checksums import checksum, checksums
 from umbp.store.index import key_words, place_word
 from umbp.types import I64, U8, U64, Mask, ReadStatus, Statuses, WriteStatus
 
 CHUNK_BYTES = 64 << 20  # about 5 ms of copying between two checks
 IN_FLIGHT_SECONDS_MAX = 2.0  # a put waits this long for another client that is writing the same key
+Fill = Callable[[I64, U8, I64], None]
+"""(which items of the batch, the segment's data, their offsets in it): write those objects, and return only when it is done."""
 VERIFY = ("never", "sampled", "always")
 SAMPLE_ONE_IN = 16
 
@@ -160,9 +162,8 @@ class Operations:
             wanted = yield from self._sums(look.bond, ids, versions)
         except Unavailable:
             return none, which
-        digest = xxhash.xxh3_64_intdigest
         made = yield Work(
-            lambda: np.fromiter((digest(bytes_of(i)) or 1 for i in which.tolist()), np.uint64, len(which)), len(which) * self.object_bytes
+            lambda: np.fromiter((checksum(bytes_of(i)) for i in which.tolist()), np.uint64, len(which)), len(which) * self.object_bytes
         )
         bad = (wanted != 0) & (made != wanted)
         if bad.any():
@@ -227,26 +228,35 @@ class Operations:
         """Store pages; one `WriteStatus` an item."""
         array, rows = as_keys(keys), as_rows(values, self.object_bytes, "values", writable=False)
         _check_lengths(array, rows, "values")
+
+        def fill(which: I64, data: U8, offsets: I64) -> None:
+            rows.read(which, lambda at, values: mover.scatter(data, offsets[at], values))
+
+        return (yield from self.fill(array, fill, parent))
+
+    def fill(self, keys: Any, fill: Fill, parent: bytes | None) -> Operation[Statuses]:
+        """Store pages that ``fill`` writes in place; one `WriteStatus` an item."""
+        array = as_keys(keys)
         before = b"" if parent is None else as_keys([parent], "parent")[0].tobytes()
         status = np.full(len(array), WriteStatus.UNAVAILABLE, np.uint8)
         step = max(1, min(wire.BATCH_MAX, CHUNK_BYTES // self.object_bytes))
         for start in range(0, len(array), step):
             part = np.arange(start, min(start + step, len(array)))
             try:
-                yield from self._put_chunk(array, part, rows, before, status)
+                yield from self._put_chunk(array, part, fill, before, status)
             except Unavailable:
                 status[part[status[part] < WriteStatus.ALL_LEASED]] = WriteStatus.UNAVAILABLE
             before = array[part[-1]].tobytes()
         return Statuses(status, WriteStatus)
 
-    def _put_chunk(self, keys: U8, part: I64, rows: Rows, parent: bytes, status: U8) -> Operation[None]:
+    def _put_chunk(self, keys: U8, part: I64, fill: Fill, parent: bytes, status: U8) -> Operation[None]:
         look = self.look(keys[part])
         if look is None:
             return
         if look.found.hit.all():
             status[part] = WriteStatus.EXISTS
             return
-        status[part] = yield from self._write(look, keys[part], part, rows, parent)
+        status[part] = yield from self._write(look, keys[part], part, fill, parent)
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
         while (pending := part[status[part] == WriteStatus.PENDING]).size:
@@ -264,9 +274,9 @@ class Operations:
             yield Pause(pause)
             pause = min(pause * 2, 0.05)
             if pause > 0.02:  # perhaps its writer gave up: then it is ours to write
-                status[pending] = yield from self._write(look, keys[pending], pending, rows, b"")
+                status[pending] = yield from self._write(look, keys[pending], pending, fill, b"")
 
-    def _write(self, look: Look, keys: U8, which: I64, rows: Rows, parent: bytes) -> Operation[U8]:
+    def _write(self, look: Look, keys: U8, which: I64, fill: Fill, parent: bytes) -> Operation[U8]:
         """Reserve, fill, commit what is absent of these keys; PENDING for what another is writing."""
         link, bond = self.link, look.bond
         if (notes := link.take_notes()) is not None:  # before the write: what a request missed was not there when it asked
@@ -279,18 +289,15 @@ class Operations:
             return status
         targets, data = which[mine], bond.data
 
-        def fill() -> U64 | None:
+        def work() -> U64 | None:
             with link.filling(bond):
-                rows.read(targets, lambda at, values: mover.scatter(data, offsets[at], values))
-                if bond.checksum == "put":
-                    digest = xxhash.xxh3_64_intdigest
-                    return np.fromiter((digest(rows.row(i)) or 1 for i in targets.tolist()), np.uint64, len(targets))
-                return None
+                fill(targets, data, offsets)
+                return checksums(data, offsets, np.full(len(offsets), self.object_bytes)) if bond.checksum == "put" else None
 
         filled = np.zeros(len(ids), np.uint8)
         sums: U64 | None = None
         try:
-            sums = yield Work(fill, len(ids) * self.object_bytes)
+            sums = yield Work(work, len(ids) * self.object_bytes)
             filled[:] = 1
         finally:
             arrays = (filled,) if sums is None else (filled, sums)

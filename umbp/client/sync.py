@@ -21,7 +21,7 @@ from umbp import wire
 from umbp.client.address import socket_path
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
-from umbp.client.operations import Operations
+from umbp.client.operations import Fill, Operations
 from umbp.client.steps import Call, Operation, Send, T, run
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
@@ -370,6 +370,13 @@ class Namespace:
         key before the first, where there is one. Nothing is visible before it is whole. InvalidRequest changes nothing.
         """
         return self._pool.run(self._operations.put(keys, values, parent))
+
+    def fill(self, keys: Any, fill: Fill, *, parent: bytes | None = None) -> Statuses:
+        """As `put`, for a caller that writes the pages in place: ``fill(which, data, offsets)`` writes item ``which[i]`` at ``offsets[i]``.
+
+        It is called for what is not stored yet, perhaps several times, and must have let go of the memory when it returns or raises.
+        """
+        return self._pool.run(self._operations.fill(keys, fill, parent))
 
     def get(self, keys: Any, out: Any, *, verify: str = "never") -> Statuses:
         """Copy pages into ``out``, an (n, object_bytes) array or a list of buffers: one `ReadStatus` an item, no exception for a miss.

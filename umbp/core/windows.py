@@ -4,7 +4,7 @@ Each rank of the roster has posted the pages that it wants (entry ids of the sha
 reading. Every page that anybody wants gets one owner among the helpers; the owner reads it from host memory once and writes it to all who
 want it. All ranks compute the same answer from the same tables, so nothing needs to be agreed on.
 
-Pages are dealt in runs of consecutive entry ids: pages that were put together have ids and places next to each other, so an owner's window is
+Pages are dealt in runs of consecutive entry ids: pages put together have ids and places next to each other, so an owner's window is
 mostly one run of memory. Windows differ by at most one page. Where only some want a page nothing changes but whom it is written to.
 
 Cost: one sort of all wanted ids; 8 ranks that want 2,200 pages each take about 1 ms.

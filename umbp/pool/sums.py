@@ -12,27 +12,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import xxhash
 
 from umbp.core.pool import Pool
+from umbp.store.checksums import checksums
 from umbp.types import I64, U8, U64
 
 QUIET_SECONDS = 0.02
 WAIT_SECONDS_MAX = 2.0
 SLICE_BYTES = 8 << 20  # about 1 ms of reading
-
-
-def checksum(data: U8) -> int:
-    """xxh3-64 of the bytes, never 0."""
-    return xxhash.xxh3_64_intdigest(data.data) or 1
-
-
-def checksums(data: U8, offsets: I64, sizes: I64) -> U64:
-    """One checksum for each (offset, size) of a buffer."""
-    digest = xxhash.xxh3_64_intdigest
-    view = data.data
-    pairs = zip(offsets.tolist(), sizes.tolist(), strict=True)
-    return np.fromiter((digest(view[offset : offset + size]) or 1 for offset, size in pairs), np.uint64, len(offsets))
 
 
 class Summer:

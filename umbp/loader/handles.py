@@ -1,0 +1,173 @@
+"""What a caller holds of a load or an offload on its way.
+
+A handle is written by the loader's worker and read by the caller. Layers become ready in order; each has an event, so `wait` costs nothing
+once its layer is there, and an asyncio caller is woken through its own loop. `finish` is the border: before it returns the worker has let
+go of the slots, whatever happened, and the answer names exactly the pages to recompute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from umbp.errors import InvalidRequest
+from umbp.types import F64, I64, Mask, Statuses
+
+
+@dataclass(frozen=True, slots=True)
+class LoadDone:
+    """The end of a load. ``missing`` (m,) int64: indices of the keys to recompute, ascending; ``reason`` for the log, "" if all is there.
+
+    ``read_bytes``: what this rank took out of the segment. ``ready_at`` (layers,) float64: seconds from the start to each layer, nan for
+    those that never came.
+    """
+
+    missing: I64
+    reason: str
+    read_bytes: int
+    ready_at: F64
+
+
+class Load:
+    """A load on its way: ``for layer in ...: load.wait(layer); forward(layer)``, then ``load.finish()``."""
+
+    def __init__(self, pages: int, layers: int, deadline: float) -> None:
+        self.pages = pages
+        self.layers = layers
+        self.deadline = deadline  # on time.monotonic
+        self.started = time.monotonic()
+        self.cancelled = False
+        self.layers_ready = 0
+        self.ready_at: F64 = np.full(layers, np.nan)
+        self.read_bytes = 0
+        self._held: Mask = np.zeros(pages, bool)
+        self._reason = ""
+        self._over = False
+        self._change = threading.Condition()
+        self._waiters: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        state = "over" if self._over else "cancelled" if self.cancelled else "on its way"
+        return f"<Load of {self.pages} pages, {self.layers_ready} of {self.layers} layers, {state}>"
+
+    # -- for the caller ----------------------------------------------------------------------------------------------------------------
+
+    def wait(self, layer: int) -> bool:
+        """Block until this layer of every page that can be had is in its slots; False if it will not come (see `finish`)."""
+        self._check(layer)
+        with self._change:
+            self._change.wait_for(lambda: self.layers_ready > layer or self._over)
+            return self.layers_ready > layer
+
+    async def ready(self, layer: int) -> bool:
+        """`wait` for asyncio."""
+        self._check(layer)
+        while not (self.layers_ready > layer or self._over):
+            await self._changed()
+        return self.layers_ready > layer
+
+    def finish(self) -> LoadDone:
+        """Wait for the end. Nothing of this load is written into any slot after this returns."""
+        with self._change:
+            self._change.wait_for(lambda: self._over)
+        return self._done()
+
+    async def finished(self) -> LoadDone:
+        """`finish` for asyncio."""
+        while not self._over:
+            await self._changed()
+        return self._done()
+
+    def cancel(self) -> None:
+        """Stop after the layer that is being moved; `finish` then names every page."""
+        self.cancelled = True
+
+    @property
+    def progress(self) -> float:
+        """Share of the layers that are there, 0 to 1."""
+        return self.layers_ready / self.layers
+
+    # -- for the worker ----------------------------------------------------------------------------------------------------------------
+
+    def advance(self, layers_ready: int) -> None:
+        """All layers below this one are in their slots."""
+        with self._change:
+            self.ready_at[self.layers_ready : layers_ready] = time.monotonic() - self.started
+            self.layers_ready = layers_ready
+            self._notify()
+
+    def end(self, held: Mask, reason: str) -> None:
+        """The worker has let go of all slots; ``held`` are the pages that count."""
+        with self._change:
+            self._held, self._reason, self._over = held, reason, True
+            self._notify()
+
+    def _notify(self) -> None:
+        self._change.notify_all()
+        waiters, self._waiters = self._waiters, []
+        for wake in waiters:
+            wake()
+
+    def _done(self) -> LoadDone:
+        return LoadDone(np.flatnonzero(~self._held), self._reason, self.read_bytes, self.ready_at)
+
+    async def _changed(self) -> None:
+        loop = asyncio.get_running_loop()
+        event = asyncio.Event()
+        before = (self.layers_ready, self._over)
+        with self._change:
+            if (self.layers_ready, self._over) != before:
+                return
+            self._waiters.append(partial(_wake, loop, event))
+        await event.wait()
+
+    def _check(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise InvalidRequest(f"{layer} is not a layer from 0 to {self.layers - 1}", field="layer", example="0")
+
+
+def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(event.set)
+
+
+class Offload:
+    """An offload on its way. ``result`` waits for one `WriteStatus` a key."""
+
+    def __init__(self, pages: int) -> None:
+        self.pages = pages
+        self.read_bytes = 0  # taken out of the tensors: 0 for pages that were stored already
+        self._status: Statuses | None = None
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"<Offload of {self.pages} pages, {'over' if self.done else 'on its way'}>"
+
+    @property
+    def done(self) -> bool:
+        """Whether the tensors are not read any more and the answer is there."""
+        return self._over.is_set()
+
+    def result(self) -> Statuses:
+        """One `WriteStatus` a key. The slots may be reused after this."""
+        self._over.wait()
+        if self._error is not None:
+            raise self._error
+        assert self._status is not None
+        return self._status
+
+    async def results(self) -> Statuses:
+        """`result` for asyncio."""
+        return await asyncio.get_running_loop().run_in_executor(None, self.result)
+
+    def end(self, status: Statuses | None, error: BaseException | None = None) -> None:
+        """The worker is through."""
+        self._status, self._error = status, error
+        self._over.set()
