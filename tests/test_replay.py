@@ -22,7 +22,7 @@ from umbp.replay.drive import Driver, Feed, Plan
 from umbp.replay.engine import open_namespace
 from umbp.replay.messages import Setup, ids_of, job_of, ranges_of
 from umbp.replay.tally import Seen, Tally, Times
-from umbp.sim.workload import AgentProfile, Limits, TraceRequest, block_keys, generate_agents
+from umbp.sim.workload import AgentProfile, Limits, TraceRequest, block_keys, generate_agents, page_bytes
 
 PAGE = 4096
 PROFILE = AgentProfile(
@@ -42,7 +42,7 @@ def pool() -> Iterator[PoolProcess]:
 
 def run(pool: PoolProcess, seed: int, on_progress: Callable[[Tally], None] = lambda tally: None, **options: Any) -> Tally:
     leased = options.pop("leased", False)
-    plan = Plan(setup=Setup(pool.socket, PAGE, seed, leased), **options)
+    plan = Plan(setup=Setup(pool.socket, PAGE, "test", seed, leased), **options)
     return asyncio.run(Driver(plan, workload(seed=seed), on_progress).run())
 
 
@@ -55,7 +55,7 @@ def assert_nothing_left(pool: PoolProcess) -> dict[str, Any]:
 # -- what a replay does ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leased", [False, True])
+@pytest.mark.parametrize("leased", [False, True], ids=["copied", "leased"])
 def test_every_prefix_that_came_before_hits_and_every_byte_is_right(pool: PoolProcess, leased: bool) -> None:
     tally = run(pool, seed=10 + leased, leased=leased)
     requests = list(workload(seed=10 + leased))
@@ -85,16 +85,18 @@ def test_killed_engines_leave_no_wrong_byte_and_no_leak(pool: PoolProcess) -> No
     assert_nothing_left(pool)
 
 
-def test_a_wrong_byte_is_found(pool: PoolProcess) -> None:
-    setup = Setup(pool.socket, PAGE, 40, False)
-    first = next(workload(seed=40))
+@pytest.mark.parametrize("leased", [False, True], ids=["copied", "leased"])
+def test_a_wrong_byte_is_found(pool: PoolProcess, leased: bool) -> None:
+    seed = 40 + leased
+    first = next(workload(seed=seed))
     with umbp.connect(pool.socket) as client:
-        namespace = open_namespace(client, setup, PROFILE.block_tokens)
-        keys = block_keys(first, seed=40)[:5]
-        values = np.zeros((5, PAGE), np.uint8)
+        namespace = open_namespace(client, Setup(pool.socket, PAGE, "test", seed, leased), PROFILE.block_tokens)
+        keys = block_keys(first, seed=seed)[:5]
+        values = page_bytes(keys, PAGE, seed=seed)
+        values[3, -1] ^= 1
         assert namespace.put(keys, values).all(umbp.WriteStatus.STORED)
-    tally = run(pool, seed=40)
-    assert tally.wrong_pages >= 5
+    tally = run(pool, seed=seed, leased=leased)
+    assert tally.wrong_pages == sum(bool((block_keys(request, seed=seed) == keys[3]).all(axis=1).any()) for request in workload(seed=seed))
 
 
 def test_a_pool_that_dies_under_a_replay_costs_hits_and_nothing_else() -> None:
@@ -139,7 +141,7 @@ def test_the_command_counts_in_json_and_ends_with_one_after_a_wrong_byte(pool: P
     trace.write_text("\n".join([json.dumps(request)] * 2))
     options = (str(trace), "--json", "--page-bytes", "1KiB", "--seed", "60")
     with umbp.connect(pool.socket) as client:
-        namespace = open_namespace(client, Setup(pool.socket, 1024, 60, False), 512)
+        namespace = open_namespace(client, Setup(pool.socket, 1024, "trace.jsonl", 60, False), 512)
         ids = np.array([1, 2, 3])
         keys = block_keys(TraceRequest(0, "", "main", ids, 0, 0, 512), seed=60)
         namespace.put(keys[:1], np.zeros((1, 1024), np.uint8))

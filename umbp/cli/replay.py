@@ -27,6 +27,7 @@ from umbp.replay.messages import Setup
 from umbp.replay.tally import Tally
 from umbp.sim.workload import AGENT_PROFILE, Limits, TraceRequest, generate_agents, read_trace
 
+NAME_CHARS_MAX = 50  # with four bytes a character still short enough for a namespace
 GENERATED_SESSIONS = 10  # about 540 requests and 0.6 GiB of pages of 16 KiB: 10 s
 
 
@@ -39,7 +40,7 @@ class Workload:
     limits: Limits
 
     def __str__(self) -> str:
-        return "generated agent sessions" if self.file is None else self.file.name
+        return "generated agent sessions" if self.file is None else self.file.name[:NAME_CHARS_MAX]
 
     def requests(self) -> Iterator[TraceRequest]:
         """From the first one."""
@@ -73,7 +74,7 @@ def replay(
         raise InvalidRequest(f"{page_bytes} is more than a page can have", field="--page-bytes", example="2MiB")
     limits = Limits(requests_max=requests, sessions_max=sessions, concurrency=concurrency, time_scale=time_scale)
     workload = Workload(file, seed, limits)
-    plan = Plan(setup=Setup(target.socket("replay"), size, seed, lease), processes=processes, kill_every=kill_every)
+    plan = Plan(setup=Setup(target.socket("replay"), size, str(workload), seed, lease), processes=processes, kill_every=kill_every)
     report = _run(target, workload, plan, fresh=fresh, quiet=as_json)
     if as_json:
         print_json(report)
@@ -147,7 +148,7 @@ def _print(report: dict[str, Any]) -> None:
     lines = [
         ("workload", f"{report['workload']}, {report['processes']} engine(s), pages of {format_size(report['page_bytes'])}"),
         ("requests", f"{report['requests']:,}; {report['input_tokens']:,} input and {report['output_tokens']:,} output tokens"),
-        ("prefix hit", f"{report['hit_share']:.2%} of input tokens; a pool without an end: {report['ideal_hit_share']:.2%}"),
+        ("prefix hit", f"{report['hit_share']:.2%} of input tokens; starting empty and never evicting: {report['ideal_hit_share']:.2%}"),
         ("read", _moved(report, "read")),
         ("written", _moved(report, "written")),
         ("wrong pages", str(report["wrong_pages"])),

@@ -14,10 +14,14 @@ LINE_BYTES_MAX = 16 << 20  # a request of 2**20 blocks, none adjacent to another
 
 
 class Setup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """First line to an engine. ``leased``: pages are read in place under a lease instead of copied."""
+    """First line to an engine. ``leased``: pages are read in place under a lease instead of copied.
+
+    ``workload`` and ``seed`` make the namespace: block ids of two traces are the same numbers and not the same blocks.
+    """
 
     socket: str
     object_bytes: int
+    workload: str
     seed: int
     leased: bool
 
