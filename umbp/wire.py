@@ -22,7 +22,7 @@ from umbp.types import KEY_BYTES
 VERSION = 1
 FRAME_BYTES_MAX = 8 << 20  # 65,536 keys with ids, versions and sums are 3.4 MiB
 HEADER_BYTES_MAX = 64 << 10
-BATCH_MAX = 8192  # keys of one call that costs the pool a microsecond a key: 10 ms is the longest that it is away from others
+BATCH_MAX = 1024  # keys of one call that costs the pool a few microseconds a key: some ms is the longest that it is away from others
 PREFIX = struct.Struct("<II")
 
 UPGRADE_PATH = "/v1/session"

@@ -219,9 +219,11 @@ class Pool:
         else:
             self._limited.pop(row, None)
 
-    def flush(self, row: int) -> int:
+    def flush(self, row: int, *, number: int | None = None) -> int:
         """Everything of a namespace is gone from now on, writes on their way included; how many objects."""
         account = self.find_namespace(row).account
+        if number is not None and number != account.number:
+            return 0  # somebody else has just done it
         account.number = self._number()
         self.rows[row, 0] = account.number
         doomed = self.objects.live_ids(row)
@@ -254,13 +256,21 @@ class Pool:
 
     # -- writes ------------------------------------------------------------------------------------------------------------------------
 
-    def reserve(self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float) -> Reserved:
-        """Room for those of these keys that are neither stored nor being written. ``parent`` is the key before the first, or empty."""
+    def reserve(
+        self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float, *, number: int | None = None
+    ) -> Reserved:
+        """Room for those of these keys that are neither stored nor being written. ``parent`` is the key before the first, or empty.
+
+        ``number`` is the namespace number that the client knows: if the row has another now (a flush, or a new segment), all is FLUSHED.
+        """
         account = self.find_namespace(row).account
+        if number is not None and number != account.number:
+            none = np.empty(0, np.int64)
+            return Reserved(0, np.full(len(keys), WriteStatus.FLUSHED, np.uint8), np.zeros(len(keys), bool), none, none)
         words, place = key_words(keys), place_word(account.number, account.object_bytes)
         found = self.table.find(words, account.number, place)
         status = np.where(found.hit, WriteStatus.EXISTS, WriteStatus.PENDING).astype(np.uint8)
-        names = [key.tobytes() for key in keys]
+        names: list[bytes] = words.view("V32").reshape(-1).tolist()
         mine = self._first_of_absent(account, found.hit, names)
         prints = hashes(words, np.uint64(account.number), self.table.seed)
         if mine.any():
@@ -272,7 +282,10 @@ class Pool:
             mine[:] = False
         self.objects.acknowledged_at[found.ids[found.hit]] = now  # before room is made: it is not made of them while others can go
         wanted = np.flatnonzero(mine)
-        offsets, reason = self.room.make_room(now, account, len(wanted)) if len(wanted) else (np.empty(0, np.int64), WriteStatus.STORED)
+        held = np.unique(found.ids[found.hit])
+        self.objects.lease(held)  # what is answered EXISTS must not be what makes room for the rest
+        offsets, reason = self.room.make_room(now, account, len(wanted))
+        self.objects.unlease(held)
         status[wanted[len(offsets) :]] = reason
         mine[wanted[len(offsets) :]] = False
         self._count_refused(account, status)
@@ -300,13 +313,14 @@ class Pool:
     def _first_of_absent(self, account: Account, hit: Mask, names: list[bytes]) -> Mask:
         """Keys to write: not stored, not in flight, and the first of their kind in the batch."""
         mine = ~hit
-        seen: set[bytes] = set()
-        in_flight, number = self.writes.in_flight, account.number
+        absent = [names[i] for i in np.flatnonzero(mine).tolist()]
+        busy = self.writes.in_flight.get(account.number, set())
+        if len(set(absent)) == len(absent) and busy.isdisjoint(absent):  # nearly always
+            return mine
+        seen = set(busy)
         for i in np.flatnonzero(mine).tolist():
-            name = names[i]
-            if name in seen or (number, name) in in_flight:
-                mine[i] = False
-            seen.add(name)
+            mine[i] = names[i] not in seen
+            seen.add(names[i])
         return mine
 
     def _parents(self, account: Account, found: Found, chosen: I64, ids: I64, parent: bytes, place: np.uint64) -> Parents:
@@ -355,9 +369,11 @@ class Pool:
         self.counters.lookups += len(keys)
         self.counters.hits += int(np.count_nonzero(found.hit))
 
-    def pin(self, now: float, session: int, row: int, keys: U8, seconds: float, note: str) -> Pin:
+    def pin(self, now: float, session: int, row: int, keys: U8, seconds: float, note: str, *, number: int | None = None) -> Pin:
         """Pin what is stored of these keys, for a session or (0) for an operator; without seconds until taken back."""
         account = self.find_namespace(row).account
+        if number is not None and number != account.number:
+            keys = keys[:0]
         found = self.table.find(key_words(keys), account.number, place_word(account.number, account.object_bytes))
         return self.leases.pin(now, session, found.ids[found.hit], seconds, note)
 
@@ -369,9 +385,11 @@ class Pool:
 
     # -- removal -----------------------------------------------------------------------------------------------------------------------
 
-    def remove(self, row: int, keys: U8) -> Mask:
+    def remove(self, row: int, keys: U8, *, number: int | None = None) -> Mask:
         """Make these keys invisible now; which of them were stored. Removing what is not there is no error."""
         account = self.find_namespace(row).account
+        if number is not None and number != account.number:
+            return np.zeros(len(keys), bool)
         found = self.table.find(key_words(keys), account.number, place_word(account.number, account.object_bytes))
         gone = np.unique(found.ids[found.hit])
         self.objects.hide(gone, evicted=False)

@@ -42,13 +42,13 @@ class Writes:
         self.objects = objects
         self.open: dict[int, Reservation] = {}
         self.by_session: dict[int, set[int]] = {}
-        self.in_flight: dict[tuple[int, bytes], int] = {}  # (namespace number, key) -> entry id that is being filled
+        self.in_flight: dict[int, set[bytes]] = {}  # by namespace number: the keys that are being filled
         self.expired = 0
         self._next = 1
         self._deadlines: list[tuple[float, int]] = []
 
     def __repr__(self) -> str:
-        return f"<Writes {len(self.open)} reservations, {len(self.in_flight)} keys in flight>"
+        return f"<Writes {len(self.open)} reservations, {sum(map(len, self.in_flight.values()))} keys in flight>"
 
     def start(
         self,
@@ -66,7 +66,7 @@ class Writes:
         self._next += 1
         self.open[made.number] = made
         self.by_session.setdefault(session, set()).add(made.number)
-        self.in_flight.update(zip(((account.number, key) for key in keys), ids.tolist(), strict=True))
+        self.in_flight.setdefault(account.number, set()).update(keys)
         if len(self._deadlines) > 2 * len(self.open) + DEADLINES_SPARE:  # most are of writes that ended long before their time
             self._deadlines = [(open_.expires, open_.number) for open_ in self.open.values() if not open_.expired]
             heapq.heapify(self._deadlines)
@@ -137,9 +137,11 @@ class Writes:
 
     def check(self) -> None:
         """In-flight keys are those of open reservations that are not expired, and their entries are in the right state."""
-        expected: dict[tuple[int, bytes], int] = {}
+        expected: dict[int, set[bytes]] = {}
         for made in self.open.values():
-            expected.update({} if made.expired else zip(((made.namespace, key) for key in made.keys), made.ids.tolist(), strict=True))
+            if not made.expired:
+                assert expected.setdefault(made.namespace, set()).isdisjoint(made.keys)
+                expected[made.namespace].update(made.keys)
             assert (self.objects.state[made.ids] == (ORPHAN if made.expired else RESERVED)).all()
         assert expected == self.in_flight
 
@@ -158,5 +160,7 @@ class Writes:
             del self.by_session[made.session]
 
     def _clear_keys(self, made: Reservation) -> None:
-        for key in made.keys:
-            del self.in_flight[made.namespace, key]
+        keys = self.in_flight[made.namespace]
+        keys.difference_update(made.keys)
+        if not keys:
+            del self.in_flight[made.namespace]

@@ -250,7 +250,7 @@ class Handlers:
         account = _namespace(pool, params.namespace).account
         ids = self._ids(pool, account.row, params.key)
         if not len(ids):
-            on_its_way = (account.number, bytes.fromhex(params.key)) in pool.writes.in_flight
+            on_its_way = bytes.fromhex(params.key) in pool.writes.in_flight.get(account.number, ())
             raise NotFound("the key is being written" if on_its_way else "the key is not stored", field="key")
         return items.key_documents(self.node, ids)[0]
 

@@ -326,7 +326,8 @@ class Session(asyncio.Protocol):
     def reserve(self, message: wire.Reserve, blob: wire.Blob, now: float) -> bytes:
         keys = blob.keys(message.n)
         blob.end()
-        made = self.server.pool.reserve(now, self.session, message.row, keys, bytes.fromhex(message.parent), message.seconds)
+        parent = bytes.fromhex(message.parent)
+        made = self.server.pool.reserve(now, self.session, message.row, keys, parent, message.seconds, number=message.number)
         self.server.wake()
         header = wire.Reserved(made.number, message.n, len(made.ids))
         return wire.encode(header, made.status, made.mine.view(np.uint8), made.ids, made.offsets)
@@ -357,11 +358,11 @@ class Session(asyncio.Protocol):
     def remove(self, message: wire.Remove, blob: wire.Blob, now: float) -> bytes:
         keys = blob.keys(message.n)
         blob.end()
-        return wire.encode(wire.Statuses(message.n), self.server.pool.remove(message.row, keys).view(np.uint8))
+        return wire.encode(wire.Statuses(message.n), self.server.pool.remove(message.row, keys, number=message.number).view(np.uint8))
 
     def flush(self, message: wire.Flush, blob: wire.Blob, now: float) -> bytes:
         blob.end()
-        count = self.server.pool.flush(message.row)
+        count = self.server.pool.flush(message.row, number=message.number)
         self.server.wake()
         return wire.encode(wire.Numbers([count]))
 
@@ -399,7 +400,7 @@ class Session(asyncio.Protocol):
     def pin(self, message: wire.Pin, blob: wire.Blob, now: float) -> bytes:
         keys = blob.keys(message.n)
         blob.end()
-        pin = self.server.pool.pin(now, self.session, message.row, keys, message.seconds, message.note)
+        pin = self.server.pool.pin(now, self.session, message.row, keys, message.seconds, message.note, number=message.number)
         return wire.encode(wire.Numbers([pin.number, len(pin.ids)]))
 
     def unpin(self, message: wire.Unpin, blob: wire.Blob, now: float) -> bytes:

@@ -251,6 +251,8 @@ def create(directory: str, name: str, geometry: Geometry, *, boot: int, seed: in
     text = json.dumps({"format": FORMAT, "name": name, "geometry": asdict(geometry), "sections": geometry.sections()}).encode()
     words = segment.words
     words[H_STATE], words[H_BOOT], words[H_SEED] = BUILDING, boot, seed
+    # Counters start somewhere else in each segment, so that a number that a client kept from a former one is not taken for one of this.
+    words[H_NUMBERS], words[H_SESSIONS] = seed & 0x3FFF_FFFF, seed >> 32
     words[H_TEXT_BYTES], words[H_TEXT_CRC] = len(text), zlib.crc32(text)
     segment.head.array[TEXT_AT : TEXT_AT + len(text)] = np.frombuffer(text, np.uint8)
     words[H_FORMAT], words[H_MAGIC] = FORMAT, MAGIC
