@@ -108,7 +108,7 @@ class Chains:
             if blocked is None and not can.all():
                 blocked = np.zeros(len(self.parent), np.bool_)
             if blocked is not None:
-                self._mark_ancestors(ids[~can], blocked)  # they rank higher, so they are in this chunk or to come
+                self._mark_ancestors(ids[~can], blocked, eligible)  # they rank higher, so they are in this chunk or to come
                 above.append(ids[can & blocked[ids]])
                 can = can & ~blocked[ids]
             ids = ids[can][:need]
@@ -150,9 +150,11 @@ class Chains:
         if pages:
             self.ranking.place(np.array(pages, np.int32), rank - np.arange(len(pages) - 1, -1, -1, dtype=np.int64))
 
-    def _mark_ancestors(self, ids: I32, blocked: Mask) -> None:
+    def _mark_ancestors(self, ids: I32, blocked: Mask, eligible: Eligible) -> None:
+        """Marks eligible pages above these. Stops at one that is not: it marks those above it when the walk comes to it."""
         pages = self.parent[ids]
         while len(pages := pages[pages >= 0]):
             pages = pages[~blocked[pages]]
+            pages = pages[eligible(pages)]
             blocked[pages] = True
             pages = self.parent[pages]
