@@ -40,9 +40,10 @@ from umbp.grammar import Address, format_size
 from umbp.metrics import Metrics
 from umbp.pool import dram as dram_start
 from umbp.pool.documents import status_document
+from umbp.pool.owners import Owner, Owners
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
-from umbp.pool.sessions import FrontDoor, Owner, Owners, Session
+from umbp.pool.sessions import FrontDoor, Session
 from umbp.pool.sums import Summer
 from umbp.store import segment as segments
 from umbp.types import I64, U64

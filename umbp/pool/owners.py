@@ -1,0 +1,153 @@
+"""Who the clients are: sessions in the segment's table, the processes behind them, and when a process is gone.
+
+The kernel tells of a closed connection at once: leases end with it. It also tells when the process is gone (pidfd): only then, or when the
+client says so itself, is memory that it may still be writing given back. A process that this one cannot see (another pid namespace)
+counts as gone when its connection closes: the kernel takes a dying process's memory away before it closes its files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from umbp.core.pool import Pool
+from umbp.errors import InvalidRequest, LimitReached
+from umbp.store.segment import Segment
+from umbp.types import I64, U64
+
+log = logging.getLogger("umbp.pool.owners")
+
+
+class Server(Protocol):
+    """What a session needs of the pool process."""
+
+    pool: Pool
+    segment: Segment
+    name: str
+
+    def now(self) -> float: ...
+    def status_document(self) -> dict[str, Any]: ...
+    async def make_sums(self, ids: I64, versions: U64) -> U64: ...
+    def observe(self, op: str, seconds: float) -> None: ...
+    def wake(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Owner:
+    """A session in the segment's table, and the process behind it. ``pidfd`` is -1 where the process cannot be watched."""
+
+    session: int
+    row: int
+    pid: int
+    started: int
+    client: str
+    opened: float
+    pidfd: int = -1
+    connected: bool = True
+
+
+def process_started(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 if there is none. With the pid it names a process for good."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rsplit(b")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+class Owners:
+    """All sessions, connected or still owning memory, and the watch over their processes."""
+
+    def __init__(self, server: Server, sessions_max: int) -> None:
+        self.server = server
+        self.sessions_max = sessions_max
+        self.by_session: dict[int, Owner] = {}
+        self._free_rows = list(range(len(server.segment.sessions) - 1, -1, -1))
+
+    def __repr__(self) -> str:
+        return f"<Owners {len(self.by_session)} of {self.sessions_max}>"
+
+    def open(self, pid: int, client: str, session: int) -> Owner:
+        """A new session of a process. LimitReached if there are too many."""
+        if len(self.by_session) >= self.sessions_max or not self._free_rows:
+            raise LimitReached(f"{len(self.by_session)} clients are connected, which is the limit", field="sessions_max")
+        row = self._free_rows.pop()
+        owner = Owner(session, row, pid, process_started(pid), client, self.server.now())
+        self.server.segment.sessions[row, :4] = (session, pid, owner.started, 0)
+        self._watch(owner)
+        self.by_session[session] = owner
+        return owner
+
+    def adopt(self, sessions: dict[int, int]) -> None:
+        """Sessions of a former boot that left unfinished writes. Rows of the others are freed."""
+        table = self.server.segment.sessions
+        for row in np.flatnonzero(table[:, 0]).tolist():
+            session, pid, started = (int(word) for word in table[row, :3])
+            if sessions.pop(session, 0) and pid and process_started(pid) == started:
+                owner = Owner(session, row, pid, started, "before the restart", self.server.now(), connected=False)
+                self.by_session[session] = owner
+                self._free_rows.remove(row)
+                self._watch(owner)
+                if owner.pidfd < 0:
+                    self._gone(owner)
+            else:
+                table[row, 0] = 0
+                self.server.pool.writer_gone(session)
+        for session in sessions:
+            self.server.pool.writer_gone(session)
+
+    def closed(self, owner: Owner, *, clean: bool) -> None:
+        """The connection closed; ``clean``: the client said before that it has let go of everything."""
+        owner.connected = False
+        waiting = self.server.pool.connection_closed(owner.session, gone=clean or owner.pidfd < 0)
+        if not waiting:
+            self._forget(owner)
+        self.server.wake()
+
+    def let_go(self, session: int, pid: int) -> None:
+        """A process says that it does not write for a former session any more."""
+        owner = self.by_session.get(session)
+        if owner is not None and owner.pid == pid and owner.started == process_started(pid):
+            if owner.connected:
+                raise InvalidRequest(f"session {session} is still connected", field="session")
+            self._gone(owner)
+
+    def close(self) -> None:
+        """Stop watching."""
+        for owner in list(self.by_session.values()):
+            self._unwatch(owner)
+
+    def _watch(self, owner: Owner) -> None:
+        if owner.pid <= 0:
+            return
+        try:
+            owner.pidfd = os.pidfd_open(owner.pid)
+        except OSError as error:
+            log.warning("process %d of session %d cannot be watched (%s)", owner.pid, owner.session, error)
+            return
+        asyncio.get_running_loop().add_reader(owner.pidfd, self._gone, owner)
+
+    def _unwatch(self, owner: Owner) -> None:
+        if owner.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(owner.pidfd)
+            os.close(owner.pidfd)
+            owner.pidfd = -1
+
+    def _gone(self, owner: Owner) -> None:
+        """The process is dead, or has let go."""
+        self._unwatch(owner)
+        if not owner.connected:
+            self.server.pool.writer_gone(owner.session)
+            self._forget(owner)
+        self.server.wake()
+
+    def _forget(self, owner: Owner) -> None:
+        self._unwatch(owner)
+        if self.by_session.pop(owner.session, None) is not None:
+            self.server.segment.sessions[owner.row, 0] = 0
+            self._free_rows.append(owner.row)
