@@ -268,11 +268,11 @@ class Pool:
             none = np.empty(0, np.int64)
             return Reserved(0, np.full(len(keys), WriteStatus.FLUSHED, np.uint8), np.zeros(len(keys), bool), none, none)
         words, place = key_words(keys), place_word(account.number, account.object_bytes)
-        found = self.table.find(words, account.number, place)
+        prints = hashes(words, np.uint64(account.number), self.table.seed)
+        found = self.table.find(words, account.number, place, prints)
         status = np.where(found.hit, WriteStatus.EXISTS, WriteStatus.PENDING).astype(np.uint8)
         names: list[bytes] = words.view("V32").reshape(-1).tolist()
         mine = self._first_of_absent(account, found.hit, names)
-        prints = hashes(words, np.uint64(account.number), self.table.seed)
         if mine.any():
             declined = np.flatnonzero(mine)[~self.admission.admit(now, prints[mine], fill=self._fill())]
             status[declined] = WriteStatus.NOT_ADMITTED
@@ -359,8 +359,8 @@ class Pool:
             return
         account = state.account
         words = key_words(keys)
-        found = self.table.find(words, account.number, place_word(account.number, account.object_bytes))
         prints = hashes(words, np.uint64(account.number), self.table.seed)
+        found = self.table.find(words, account.number, place_word(account.number, account.object_bytes), prints)
         ids = np.where(found.hit, found.ids, -1)
         request = Request(now, ids.astype(np.int32), prints, conversation)
         self.objects.request(request)

@@ -70,17 +70,16 @@ def key_words(keys: U8) -> U64:
 def hashes(words: U64, number: np.uint64 | U64, seed: np.uint64) -> U64:
     """64-bit hash of (namespace number, key) for (n, 4) key words; seeded, so that callers cannot choose collisions."""
     m = _KEY_MULTIPLIERS
-    with np.errstate(over="ignore"):
-        h: U64 = words[:, 0] * m[0]
-        h ^= words[:, 1] * m[1]
-        h += words[:, 2] * m[2]
-        h ^= words[:, 3] * m[3]
-        h += (number + seed) * m[0]
-        h ^= h >> _U(31)
-        h *= _M1
-        h ^= h >> _U(29)
-        h *= _M2
-        h ^= h >> _SHIFT
+    h: U64 = words[:, 0] * m[0]
+    h ^= words[:, 1] * m[1]
+    h += words[:, 2] * m[2]
+    h ^= words[:, 3] * m[3]
+    h += (np.atleast_1d(number) + seed) * m[0]  # as an array: unlike a scalar it may wrap
+    h ^= h >> _U(31)
+    h *= _M1
+    h ^= h >> _U(29)
+    h *= _M2
+    h ^= h >> _SHIFT
     return h
 
 
@@ -117,17 +116,22 @@ class IndexReader:
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {len(self.entries)} entries, {len(self.buckets)} buckets>"
 
-    def find(self, words: U64, number: int, place: np.uint64) -> Found:
-        """Probe for (n, 4) key words of one namespace. ``place`` is `place_word` of the number and the expected size."""
+    def find(self, words: U64, number: int, place: np.uint64, hashed: U64 | None = None) -> Found:
+        """Probe for (n, 4) key words of one namespace. ``place`` is `place_word` of the number and the expected size.
+
+        ``hashed``: their `hashes`, where the caller has them.
+        """
         moves = int(self.moves[0])
-        hit, ids, rows = self._decided(words, number, place)
+        if hashed is None:
+            hashed = hashes(words, _U(number), self.seed)
+        hit, ids, rows = self._decided(words, number, place, hashed)
         for _ in range(RETRIES_MAX):
             now = int(self.moves[0])
             if now == moves or hit.all():
                 break
             moves = now
             again = np.flatnonzero(~hit)
-            hit[again], ids[again], rows[again] = self._decided(words[again], number, place)
+            hit[again], ids[again], rows[again] = self._decided(words[again], number, place, hashed[again])
         return Found(hit, ids, rows)
 
     def versions_of(self, ids: I64) -> U64:
@@ -135,20 +139,18 @@ class IndexReader:
         return self._flat.take(ids * ENTRY_WORDS + W_VERSION, mode="clip")
 
     def second_bucket(self, bucket: Any, tag: Any) -> Any:
-        """The other bucket of slots with these tags (its own inverse): uint64 arrays or scalars."""
-        with np.errstate(over="ignore"):
-            return bucket ^ (((tag >> _SHIFT) * _SECOND >> _U(17) | _ONE) & self._mask)
+        """The other bucket of slots with these tags (its own inverse): uint64 arrays."""
+        return bucket ^ (((tag >> _SHIFT) * _SECOND >> _U(17) | _ONE) & self._mask)
 
-    def _decided(self, words: U64, number: int, place: np.uint64) -> tuple[Mask, I64, U64]:
-        hit, ids, rows, unsure = self._pass(words, _U(number), place)
+    def _decided(self, words: U64, number: int, place: np.uint64, hashed: U64) -> tuple[Mask, I64, U64]:
+        hit, ids, rows, unsure = self._pass(words, place, hashed)
         if unsure.any():
             self._settle(words, number, place, hit, ids, rows, np.flatnonzero(unsure))
         return hit, ids, rows
 
-    def _pass(self, words: U64, number: np.uint64, place: np.uint64) -> tuple[Mask, I64, U64, Mask]:
-        h = hashes(words, number, self.seed)
-        first = h & self._mask
-        tag = h & ~_LOW
+    def _pass(self, words: U64, place: np.uint64, hashed: U64) -> tuple[Mask, I64, U64, Mask]:
+        first = hashed & self._mask
+        tag = hashed & ~_LOW
         hit, ids, rows, unsure = self._probe(first, tag, words, place)
         rest = np.flatnonzero(~hit)
         if len(rest):
@@ -170,6 +172,8 @@ class IndexReader:
         lanes = (slots ^ tag[:, None]) - _ONE  # a matching used slot becomes its id; everything else is 2^32 or more, or wraps
         match = (lanes < _LOW).view(np.uint64).ravel()  # eight bools seen as one word: zero means none
         some = match != 0
+        if not some.any():  # new pages: no entry need be looked at
+            return some, np.zeros(len(words), np.int64), np.zeros((len(words), ENTRY_WORDS), np.uint64), some
         with np.errstate(over="ignore"):
             lane = (np.bitwise_count((match & -match) - _ONE) >> 3).astype(np.int64)  # index of the first matching lane; 8 if none
         at = np.arange(0, lanes.size, BUCKET_SLOTS) + np.minimum(lane, BUCKET_SLOTS - 1)
@@ -225,6 +229,7 @@ class IndexWriter(IndexReader):
 
     def __init__(self, buckets: U64, entries: U64, moves: U64, seed: int, counter: U64) -> None:
         super().__init__(buckets, entries, moves, seed)
+        self._claim = np.zeros(len(buckets), np.int32)  # scratch of `_enter`
         self._counter = counter  # one word in the segment: the last version given out, so that none is used twice over restarts
 
     def _versions(self, n: int) -> U64:
@@ -241,11 +246,14 @@ class IndexWriter(IndexReader):
         entries[ids, W_SUM] = _U(owner)
         entries[ids, W_VERSION] = self._versions(len(ids)) | _ONE
 
-    def publish(self, ids: I64, sums: U64 | None) -> Mask:
-        """Show reserved entries. Returns which found a slot; the others stay reserved (at half load that takes an unlucky key)."""
+    def publish(self, ids: I64, sums: U64 | None, hashed: U64 | None = None) -> Mask:
+        """Show reserved entries. Returns which found a slot; the others stay reserved (at half load that takes an unlucky key).
+
+        ``hashed``: `hashes` of their keys, where the caller has them.
+        """
         self.entries[ids, W_SUM] = 0 if sums is None else sums
         self.entries[ids, W_VERSION] = self._versions(len(ids))
-        return self._enter(ids)
+        return self._enter(ids, hashed)
 
     def unpublish(self, ids: I64) -> None:
         """Hide entries; their version becomes 0 before the slot goes."""
@@ -271,26 +279,22 @@ class IndexWriter(IndexReader):
         h = hashes(rows[:, :4], rows[:, W_PLACE] & _LOW, self.seed)
         return h & self._mask, h & ~_LOW
 
-    def _enter(self, ids: I64) -> Mask:
-        first, tag = self._homes(ids)
+    def _enter(self, ids: I64, hashed: U64 | None = None) -> Mask:
+        first, tag = self._homes(ids) if hashed is None else (hashed & self._mask, hashed & ~_LOW)
         slots = tag | (ids + 1).view(np.uint64)
         done = np.zeros(len(ids), bool)
         for bucket in (first, self.second_bucket(first, tag)):
-            todo = np.flatnonzero(~done)
-            # Several keys of one batch may want one bucket: each round serves the first of each bucket, so a round per slot is enough.
-            for _ in range(BUCKET_SLOTS):
-                if not len(todo):
-                    break
-                wanted, first_of = np.unique(bucket[todo], return_index=True)
-                chosen = todo[first_of]
-                at = wanted.view(np.int64)
-                free = self.buckets[at] == 0
+            at, todo = bucket.view(np.int64), np.flatnonzero(~done)
+            # Several keys of one batch may want one bucket: a round serves one of each, and drops those whose bucket is full.
+            while len(todo):
+                wanted = at[todo]
+                self._claim[wanted] = todo  # of equal ones the last store stays
+                free = self.buckets[wanted] == 0
                 room = free.any(axis=1)
-                self.buckets[at[room], free.argmax(axis=1)[room]] = slots[chosen[room]]
-                done[chosen[room]] = True
-                full = wanted[~room]
-                todo = todo[~done[todo]]
-                todo = todo[~np.isin(bucket[todo], full)]
+                served = room & (self._claim[wanted] == todo)
+                self.buckets[wanted[served], free.argmax(axis=1)[served]] = slots[todo[served]]
+                done[todo[served]] = True
+                todo = todo[room & ~served]
         for item in np.flatnonzero(~done).tolist():
             done[item] = self._displace(int(first[item]), int(slots[item]))
         return done
@@ -305,7 +309,7 @@ class IndexWriter(IndexReader):
                 return False
             seen.add((bucket, lane))
             path.append((bucket, lane))
-            other = int(self.second_bucket(_U(bucket), self.buckets[bucket, lane] & ~_LOW))
+            other = int(self.second_bucket(np.array([bucket], np.uint64), self.buckets[bucket, lane : lane + 1] & ~_LOW)[0])
             free = np.flatnonzero(self.buckets[other] == 0)
             if len(free):
                 path.append((other, int(free[0])))
