@@ -173,7 +173,7 @@ class IndexReader:
         match = (lanes < _LOW).view(np.uint64).ravel()  # eight bools seen as one word: zero means none
         some = match != 0
         if not some.any():  # new pages: no entry need be looked at
-            return some, np.zeros(len(words), np.int64), np.zeros((len(words), ENTRY_WORDS), np.uint64), some
+            return some, np.zeros(len(words), np.int64), np.zeros((len(words), ENTRY_WORDS), np.uint64), some.copy()
         with np.errstate(over="ignore"):
             lane = (np.bitwise_count((match & -match) - _ONE) >> 3).astype(np.int64)  # index of the first matching lane; 8 if none
         at = np.arange(0, lanes.size, BUCKET_SLOTS) + np.minimum(lane, BUCKET_SLOTS - 1)
