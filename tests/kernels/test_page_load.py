@@ -1,0 +1,20 @@
+"""Loaded pages: the own slots have them, and no other byte has changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import processes
+from tests.kernels.cases import CASES, MOVERS
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_own_slots_have_the_pages_and_nothing_else_changes(case: str, mover: str) -> None:
+    assert processes.copied("page_load")[f"{mover}: {case}"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case: str) -> None:
+    processes.on_gpu("page_load", case)

@@ -1,0 +1,20 @@
+"""Stored pages: the owned ones are in host memory, and no other byte has changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kernels import processes
+from tests.kernels.cases import CASES, MOVERS
+
+
+@pytest.mark.parametrize("mover", MOVERS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_owned_pages_are_in_host_memory_and_nothing_else_changes(case: str, mover: str) -> None:
+    assert processes.copied("page_store")[f"{mover}: {case}"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case: str) -> None:
+    processes.on_gpu("page_store", case)
