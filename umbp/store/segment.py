@@ -21,6 +21,7 @@ or damaged header (made anew, with a warning), a version that is newer (refused)
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -129,9 +130,9 @@ def _lock_or_none(path: str) -> int | None:
 
 
 def leftovers(directory: str) -> list[Path]:
-    """Segments of pools that are dead: no process holds their lock."""
+    """Segments of pools that are dead: no process holds their lock. Of one that died early there may be the lock only."""
     found = []
-    for path in sorted(Path(directory).glob("umbp.*.segment")):
+    for path in sorted({path.with_suffix(".segment") for kind in ("segment", "lock") for path in Path(directory).glob(f"umbp.*.{kind}")}):
         with contextlib.suppress(OSError):
             fd = _lock_or_none(str(path.with_suffix(".lock")))
             if fd is not None:
@@ -146,12 +147,12 @@ def reclaim(path: Path) -> int:
     fd = _lock_or_none(str(lock))
     if fd is None:
         return 0
+    size = 0
     try:
-        size = path.stat().st_blocks * 512
-        path.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            size = path.stat().st_blocks * 512
+            path.unlink()
         lock.unlink()
-    except FileNotFoundError:
-        return 0
     finally:
         os.close(fd)
     return size
@@ -242,12 +243,12 @@ def create(directory: str, name: str, geometry: Geometry, *, boot: int, seed: in
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(fd, geometry.file_bytes)
+        _have_header(fd, directory)
         segment = _map(path, fd, geometry, owner=True)
     except BaseException:
         os.close(fd)
         os.unlink(path)
         raise
-    # The text's own pages are touched here, so the file system must have a page: checked above.
     text = json.dumps({"format": FORMAT, "name": name, "geometry": asdict(geometry), "sections": geometry.sections()}).encode()
     words = segment.words
     words[H_STATE], words[H_BOOT], words[H_SEED] = BUILDING, boot, seed
@@ -257,6 +258,18 @@ def create(directory: str, name: str, geometry: Geometry, *, boot: int, seed: in
     segment.head.array[TEXT_AT : TEXT_AT + len(text)] = np.frombuffer(text, np.uint8)
     words[H_FORMAT], words[H_MAGIC] = FORMAT, MAGIC
     return segment
+
+
+def _have_header(fd: int, directory: str) -> None:
+    """Make sure of the page that is written next: without room for it the write would end the process with SIGBUS."""
+    try:
+        os.posix_fallocate(fd, 0, HEADER_BYTES)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            return  # a file system that cannot promise: `populate` finds out
+        raise OutOfMemory(
+            f"{directory} has no room for the header any more ({error.strerror}), though it had for the whole a moment ago", field="dram"
+        ) from error
 
 
 def attach(path: str, *, owner: bool) -> Segment:
@@ -278,12 +291,22 @@ def attach(path: str, *, owner: bool) -> Segment:
         text = raw[TEXT_AT : TEXT_AT + min(int(words[H_TEXT_BYTES]), HEADER_BYTES - TEXT_AT)]
         if zlib.crc32(text) != int(words[H_TEXT_CRC]):
             raise SegmentError(f"{path}: the header's text does not match its checksum")
-        described = json.loads(text)
-        geometry = Geometry(**described["geometry"])
-        sections = {key: tuple(value) for key, value in described["sections"].items()}
-        if geometry.sections() != sections or geometry.file_bytes != size:
-            raise SegmentError(f"{path}: {size} bytes and sections {sections} do not fit its geometry {geometry}")
-        return _map(path, fd, geometry, owner=owner)
+        return _map(path, fd, _described(path, text, size), owner=owner)
     except BaseException:
         os.close(fd)
         raise
+
+
+def _described(path: str, text: bytes, size: int) -> Geometry:
+    """The geometry that the header's text states, if it states one and file and sections fit it."""
+    try:
+        described = json.loads(text)
+        geometry = Geometry(**described["geometry"])
+        if not all(type(value) is int and value > 0 for value in asdict(geometry).values()):
+            raise ValueError(f"{geometry} is none")
+        sections = {key: tuple(value) for key, value in described["sections"].items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SegmentError(f"{path}: the header's text does not describe a segment: {error!r}") from error
+    if geometry.sections() != sections or geometry.file_bytes != size:
+        raise SegmentError(f"{path}: {size} bytes and sections {sections} do not fit its geometry {geometry}")
+    return geometry
