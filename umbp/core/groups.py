@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-    member --join--> meeting (open) --all live members are in, or its time is over--> round --every rank has left, or its time is over--> gone
+    member --join--> meeting --all live members are in, or its time is over--> round --every rank has left, or its time is over--> gone
 
 A *member* is one rank of a group: a session with a piece of scratch that the others can read. A rank that opens again replaces what was
 there; a member goes with its session.
@@ -38,6 +38,7 @@ WORLD_MAX = 64
 JOIN_PAGES_MAX = 8192  # half a million tokens; 64 ranks of it are leased in about 20 ms
 MEETING_SECONDS_MAX = 1.0
 ROUND_MARGIN_SECONDS = 0.5  # a rank that ends at its deadline has this long to say so
+REPLACED = "this rank is no member any more: another process has taken its place"
 
 
 @dataclass(slots=True)
@@ -145,7 +146,10 @@ class Groups:
     def join(
         self, now: float, session: int, number: int, *, sequence: int, ids: I64, versions: U64, seconds: float, wait: float
     ) -> Meeting:
-        """Enter the group's meeting, which may be closed by it. ``seconds`` to this rank's deadline; ``wait``: how long a new one is open."""
+        """Enter the group's meeting, which may be closed by it.
+
+        ``seconds``: to this rank's deadline. ``wait``: how long a meeting that is opened by this waits for others.
+        """
         member = self._member(session, number)
         if len(ids) > JOIN_PAGES_MAX:
             raise InvalidRequest(f"{len(ids)} pages, a rank may join with {JOIN_PAGES_MAX}", field="pages")
@@ -215,7 +219,7 @@ class Groups:
     def _member(self, session: int, number: int) -> Member:
         member = self.members.get(number)
         if member is None or member.session != session:
-            raise NotFound("this rank is no member any more: another process has taken its place", field="group")
+            raise NotFound(REPLACED, field="group")
         return member
 
     def _close(self, now: float, meeting: Meeting) -> None:
@@ -265,6 +269,7 @@ class Groups:
             if not meeting.seats:
                 del self.meetings[meeting.number]
                 group.meeting = None
+                meeting.outcome = NotFound(REPLACED, field="group")  # for a client that still waits, though its place was taken
         if not group.members:
             del self.groups[group.row, group.name]
 

@@ -3,7 +3,8 @@
 Theory of operation
 -------------------
 The shell (umbp.pool) calls one method per event with the time; nothing in here waits, so two requests cannot see each other half done.
-Hard state and who changes it: objects (`objects`), leases and pins (`leases`), writes on their way (`writes`), namespaces (here).
+Hard state and who changes it: objects (`objects`), leases and pins (`leases`), writes on their way (`writes`), scratch (`scratch`),
+namespaces (here).
 
 A namespace has a *row* (its place in the segment's table, fixed) and a *number* (written into every entry). Clients read the number from
 the row at each call, so a flush is one store: the row gets a new number, all old entries are unreachable at once, and are then removed in
@@ -26,8 +27,10 @@ import numpy as np
 
 from umbp.core.allocator import Allocator
 from umbp.core.leases import Lease, Leases, Pin
+from umbp.core.limits import Limits
 from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Objects, Parents
 from umbp.core.room import Room, Watermarks
+from umbp.core.scratch import Scratch
 from umbp.core.writes import Reservation, Writes
 from umbp.errors import InvalidRequest, LimitReached, NotFound
 from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, Request, find
@@ -36,19 +39,6 @@ from umbp.types import I64, U8, U64, Mask, WriteStatus
 
 DOOMED_SLICE = 4096  # objects of flushed namespaces removed a tick: about 2 ms
 UNSUMMED_BATCHES_MAX = 65_536  # about 20 MB where batches are small
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What bounds a pool. Times in seconds, shares of the pool 0 to 1."""
-
-    lease_seconds: float = 10.0
-    lease_seconds_max: float = 300.0
-    lease_share: float = 1.0
-    reservation_seconds: float = 30.0
-    watermark_high: float = 0.95
-    watermark_low: float = 0.90
-    checksum: str = "lazy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +97,7 @@ class Pool:
             bytes_max=int(limits.lease_share * self.objects.allocator.capacity_bytes),
         )
         self.writes = Writes(self.objects)
+        self.scratch = Scratch(self.objects, self.room, self._limbo)
         self.namespaces: dict[int, NamespaceState] = {}  # by row
         self.by_digest: dict[bytes, NamespaceState] = {}
         self.counters = Counters()
@@ -457,11 +448,14 @@ class Pool:
             self.writes.end_session(session)
         else:
             self.writes.orphan_session(session)
-        return session in self.writes.by_session
+        if gone:
+            self.scratch.end_session(session)
+        return session in self.writes.by_session or self.scratch.has(session)
 
     def writer_gone(self, session: int) -> None:
         """The process of a closed session is dead, or has said that it is not writing any more."""
         self.writes.end_session(session)
+        self.scratch.end_session(session)
 
     def tick(self, now: float) -> bool:
         """Let time pass: leases and reservations end, a slice of eviction and of flushed objects. True if there is more to do at once."""
@@ -489,6 +483,7 @@ class Pool:
         self.objects.check()
         self.leases.check()
         self.writes.check()
+        self.scratch.check()
         self.table.check()
         reserved = np.flatnonzero((self.objects.state == RESERVED) | (self.objects.state == ORPHAN))
         assert np.array_equal(reserved, self.table.reserved()), "reserved entries differ"

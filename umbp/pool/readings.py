@@ -37,6 +37,7 @@ ALLOCATED = _gauge("umbp_allocated_bytes", "Bytes that objects take with roundin
 LARGEST = _gauge("umbp_largest_free_run_bytes", "Longest free run of the tier.", "tier")
 LEASED = _gauge("umbp_leased_bytes", "Bytes of distinct leased objects.")
 FLUSHED = _gauge("umbp_flushed_bytes", "Bytes of objects that belong to no namespace any more and are about to go.")
+SCRATCH = _gauge("umbp_scratch_bytes", "Bytes that clients have for their own use, such as the staging of group loads.")
 KEYS = _gauge("umbp_keys", "Keys that can be found.")
 KEYS_MAX = _gauge("umbp_keys_max", "Keys that the index holds at most.")
 HIDDEN = _gauge("umbp_hidden_objects", "Objects that have memory but cannot be found.", "why")
@@ -93,7 +94,8 @@ def _gauges(pool: Pool) -> Iterator[Reading]:
     yield Reading(LARGEST, allocator.largest_run(), tier)
     yield Reading(LEASED, objects.leased_bytes)
     flushed_keys, flushed_bytes = objects.in_limbo()
-    yield Reading(FLUSHED, flushed_bytes)
+    yield Reading(FLUSHED, flushed_bytes - pool.scratch.used_bytes)
+    yield Reading(SCRATCH, pool.scratch.used_bytes)
     yield Reading(KEYS, objects.counts[LIVE] - flushed_keys)
     yield Reading(KEYS_MAX, objects.capacity)
     for state, why in ((RESERVED, "being_written"), (ZOMBIE, "removed_but_leased"), (ORPHAN, "abandoned")):
