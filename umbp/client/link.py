@@ -42,7 +42,7 @@ from umbp.types import U8, U64
 if TYPE_CHECKING:
     from umbp.client.lease import Lease
 
-NOTES_MAX = 1024  # one message has them all: 36 bytes of header each at most
+NOTES_MAX = 128  # kept at a time, all sent in one message: the pool is away from others for some 20 ms with them
 NOTE_BYTES_MAX = 4 << 20
 RENEWALS_MAX = 1024
 
@@ -244,8 +244,12 @@ class Link:
     # -- notes -------------------------------------------------------------------------------------------------------------------------
 
     def note(self, row: int, keys: U8, conversation: int) -> None:
-        """Keep a request's key list for the pool."""
+        """Keep a request's key list for the pool. The same one again, before it was sent, is the same request: who polls floods nobody."""
         with self._lock:
+            if self._notes:
+                last_row, last, last_conversation = self._notes[-1]
+                if (row, conversation) == (last_row, last_conversation) and np.array_equal(keys, last):
+                    return
             self._notes.append((row, keys, conversation))
             self._note_bytes += keys.nbytes
             while len(self._notes) > NOTES_MAX or (self._note_bytes > NOTE_BYTES_MAX and len(self._notes) > 1):
