@@ -20,7 +20,8 @@ that finds a key in neither bucket compares ``moves`` with its value before; if 
 moment between call and return, and every commit answered before the call is seen.
 
 What it costs: 2,200 keys of an index of 1 M take about thirty NumPy passes and 0.2 ms, of which more than half are two cache misses a
-key, which the processor overlaps; a single key takes 30 us. Memory: 64 bytes an entry and 128 bytes of buckets at the least (slots are twice to four times the entries).
+key, which the processor overlaps; a single key takes 30 us. Memory: 64 bytes an entry and 128 bytes of buckets at the least (slots are
+twice to four times the entries).
 
 Weak spot: on a machine with a weaker memory order than x86-64 the loads need barriers that NumPy does not offer; `segment` refuses to
 serve there unless told otherwise.
