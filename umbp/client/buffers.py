@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,6 +14,9 @@ import numpy as np
 
 from umbp.errors import InvalidRequest
 from umbp.types import I64, U8
+
+NAMES = re.compile(":[^:]*:")
+"""Names of fields in a buffer's format."""
 
 Copy = Callable[[slice, U8], None]
 """(which of the given items, their rows as (k, size) uint8): copies between those rows and wherever the caller of `fill` says."""
@@ -83,8 +87,10 @@ def as_rows(values: Any, size: int, field: str, *, writable: bool) -> Rows:
 def _one(value: Any, size: int, field: str, good: str, *, writable: bool) -> U8:
     try:
         view = memoryview(value)
-    except TypeError:
+    except (TypeError, ValueError, BufferError):  # ValueError: an array of a dtype that NumPy gives no buffer of, such as dates
         raise InvalidRequest(f"{type(value).__name__} is not a buffer", field=field, example=good) from None
+    if "O" in NAMES.sub("", view.format):
+        raise InvalidRequest("a buffer of Python objects has no bytes", field=field, example=good)
     if not view.c_contiguous:
         raise InvalidRequest("the buffer is not contiguous", field=field, example=good)
     if view.nbytes != size:
