@@ -51,6 +51,7 @@ def on_gpu(kernel: str, case: str) -> None:
 
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # 3.9 warns where it is unset, and warnings are errors here
     from tests.kernels import copies
 
     copies.run(kernel, case, copies.Kernels(), "cuda")

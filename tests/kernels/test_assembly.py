@@ -43,7 +43,7 @@ def text(name: str) -> str:
 def test_a_kernel_is_sound_and_fast_on_gfx9(name: str, target: str) -> None:
     found = text(f"{name}/{target}/8")
     assert [str(finding) for finding in assembly.check(name, found)] == []
-    assert assembly.resources(found)["vgpr_count"] <= 64, "more than 64 registers: fewer than 8 waves a SIMD"
+    assert assembly.resources(found)["vgpr_count"] <= 128, "fewer than 4 waves a SIMD: too little room for what computes beside it"
 
 
 def test_a_push_to_oneself_alone_is_sound_too() -> None:
@@ -62,6 +62,12 @@ def test_a_kernel_is_compiled_for_sm_90_with_wide_accesses_and_system_scope(name
     assert stores <= {"st.global.v2.b64", "st.global.v4.b32"}
     if name == "fused_read_push":
         assert len(re.findall(r"(?:red|atom)\.global\.sys\.release\.add", found)) == 8
+
+
+@pytest.mark.parametrize("target", ["gfx950", "sm_90"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_what_a_launch_compiles_is_what_was_checked_ahead_of_time(name: str, target: str) -> None:
+    assert text(f"launched/{name}/{target}") == text(f"ahead/{name}/{target}")
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -1,6 +1,7 @@
 """Compile our kernels ahead of time, also for GPUs that are not here, and give their assembly as text.
 
-Needs Triton alone: no GPU, no ROCm, no CUDA. What the launchers pass is reproduced: pointers at multiples of 16, nothing else specialised.
+Needs Triton alone: no GPU, no ROCm, no CUDA. What Triton infers from a launch is reproduced: tables at multiples of 16 and, on AMD,
+smaller than 2 GiB; nothing else is specialised.
 Not in a process with TRITON_INTERPRET set, where kernels are Python.
 """
 
@@ -56,12 +57,13 @@ def constants_of(*, ranks: int, rank: int, granule: int, tile: Tile, hip: bool) 
 
 def compile_text(function: Any, signature: Mapping[str, str], constants: Mapping[str, Any], target: str, *, warps: int) -> str:
     """AMDGCN or PTX of any jitted function."""
+    known = [["tt.divisibility", 16]] + ([] if target == "sm_90" else [["tt.pointer_range", 32]])
     place = {name: index for index, name in enumerate(function.arg_names)}
     source = ASTSource(
         fn=function,
         signature={name: signature.get(name, "constexpr") for name in function.arg_names},
         constexprs={(place[name],): value for name, value in constants.items()},
-        attrs={(place[name],): [["tt.divisibility", 16]] for name, kind in signature.items() if kind.startswith("*")},
+        attrs={(place[name],): known for name, kind in signature.items() if kind.startswith("*")},
     )
     return assembly_of(triton_compile(source, target=TARGETS[target], options={"num_warps": warps}))
 

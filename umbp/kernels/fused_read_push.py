@@ -71,12 +71,14 @@ def fused_read_push_kernel(
         values = tl.load(source + index, mask=mask, cache_modifier=".cg")
         for turn in tl.static_range(RANKS):
             tl.store(payload(targets[turn], GRANULE) + index, values, mask=only_for(slots[turn], mask))
+    counters = ()
+    for turn in tl.static_range(RANKS):
+        counters = counters + (tl.load(pads + (RANK + 1 + turn) % RANKS),)  # noqa: RUF005
     drain_stores(HIP)
     tl.debug_barrier()
     for turn in tl.static_range(RANKS):
-        pad = tl.load(pads + (RANK + 1 + turn) % RANKS)
-        if pad != 0:
-            counter = pad.to(tl.pointer_type(tl.int64)) + signal.to(tl.int64) * _SIGNAL_WORDS
+        if counters[turn] != 0:
+            counter = counters[turn].to(tl.pointer_type(tl.int64)) + signal.to(tl.int64) * _SIGNAL_WORDS
             tl.atomic_add(counter, 1, sem="release", scope="sys")
 
 
