@@ -153,6 +153,48 @@ class Unpin(Message, frozen=True, tag="unpin"):
     number: Number
 
 
+class TakeScratch(Message, frozen=True, tag="scratch"):
+    """A piece of the segment for this session's own use."""
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
+
+
+class GiveScratch(Message, frozen=True, tag="give_scratch"):
+    """Give a piece back; a rank that uses it is no member of its group any more."""
+
+    number: Number
+
+
+class OpenGroup(Message, frozen=True, tag="group"):
+    """Be a rank of the group of this name in this namespace, with a piece of scratch that the other ranks read."""
+
+    row: Row
+    name: Text
+    world: Annotated[int, msgspec.Meta(ge=1, le=64)]
+    rank: Annotated[int, msgspec.Meta(ge=0, le=63)]
+    scratch: Number
+
+
+class Join(Message, frozen=True, tag="join"):
+    """Meet the other ranks; answered when all are there, or after ``wait``. ``sequence`` names the table that this rank has posted.
+
+    Arrays: ids i64[n], versions u64[n].
+    """
+
+    member: Number
+    sequence: Number
+    n: Batch
+    seconds: Seconds
+    wait: Seconds
+
+
+class Leave(Message, frozen=True, tag="leave"):
+    """This rank reads nothing of the round any more."""
+
+    member: Number
+    round: Number
+
+
 class GetStatus(Message, frozen=True, tag="status"):
     """What ``/v1/status`` says."""
 
@@ -177,6 +219,11 @@ Request: TypeAlias = (
     | LetGo
     | Pin
     | Unpin
+    | TakeScratch
+    | GiveScratch
+    | OpenGroup
+    | Join
+    | Leave
     | GetStatus
     | Bye
 )
@@ -238,6 +285,23 @@ class Sums(Message, frozen=True, tag="sums"):
     n: int
 
 
+class ScratchTaken(Message, frozen=True, tag="scratch"):
+    """Where the piece is in the segment's data. Its bytes are whatever was there before."""
+
+    number: int
+    offset: int
+
+
+class Roster(Message, frozen=True, tag="roster"):
+    """Who is in this round: rank, sequence of its table, offset and bytes of its scratch, pages it wants; ascending by rank.
+
+    Arrays: held u8[sum of the pages]: which of them exist, in that order.
+    """
+
+    round: int
+    seats: list[tuple[int, int, int, int, int]]
+
+
 class Document(Message, frozen=True, tag="document"):
     """Any JSON."""
 
@@ -252,7 +316,7 @@ class Failed(Message, frozen=True, tag="error"):
     field: str = ""
 
 
-Reply: TypeAlias = Welcome | NamespaceOpened | Reserved | Statuses | Leased | Numbers | Sums | Document | Failed
+Reply: TypeAlias = Welcome | NamespaceOpened | Reserved | Statuses | Leased | Numbers | Sums | ScratchTaken | Roster | Document | Failed
 
 _encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)

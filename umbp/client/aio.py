@@ -19,7 +19,7 @@ from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
 from umbp.client.operations import Operations
 from umbp.client.steps import Call, Operation, Send, T, drive
-from umbp.client.sync import CALL_SECONDS_MAX, CLOSE_SECONDS_MAX, CONNECT_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
+from umbp.client.sync import CLOSE_SECONDS_MAX, CONNECT_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
 from umbp.types import Mask, Statuses
@@ -66,13 +66,13 @@ class AsyncConnection:
     async def _call(self, call: Call) -> tuple[Any, wire.Blob]:
         async with self._turn:
             try:
-                async with asyncio.timeout(CALL_SECONDS_MAX):
+                async with asyncio.timeout(call.seconds):
                     self._writer.write(wire.encode(call.message, *call.arrays))
                     await self._writer.drain()
                     prefix = await self._reader.readexactly(wire.PREFIX.size)
                     frame = prefix + await self._reader.readexactly(wire.frame_bytes(prefix) - len(prefix))
             except TimeoutError:
-                raise DeadlineExceeded(f"the pool did not answer within {CALL_SECONDS_MAX} s") from None
+                raise DeadlineExceeded(f"the pool did not answer within {call.seconds:.3g} s") from None
             except (OSError, asyncio.IncompleteReadError) as error:
                 raise Unavailable(f"the connection to the pool broke ({error})") from error
         reply, blob = wire.decode_reply(frame)

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from umbp import wire
-from umbp.client.steps import Call, Operation, Send
+from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
 from umbp.errors import SegmentError, Unavailable
 from umbp.layout import Namespace
 from umbp.store import memory, segment
@@ -68,9 +68,9 @@ class Bond:
     namespaces: U64
     data: U8
 
-    def call(self, message: wire.Message, *arrays: Any) -> Call:
+    def call(self, message: wire.Message, *arrays: Any, seconds: float = CALL_SECONDS_MAX) -> Call:
         """A request that counts under this bond only."""
-        return Call(message, arrays, self)
+        return Call(message, arrays, self, min(seconds, CALL_SECONDS_MAX))
 
 
 @dataclass(slots=True)

@@ -30,7 +30,7 @@ from umbp.client import mover
 from umbp.client.buffers import Rows, as_rows
 from umbp.client.lease import Lease
 from umbp.client.link import Bond, Link, Look, Opened
-from umbp.client.steps import Operation, Pause, Work
+from umbp.client.steps import CALL_SECONDS_MAX, Operation, Pause, Work
 from umbp.errors import InvalidRequest, LimitReached, Unavailable
 from umbp.layout import as_keys
 from umbp.store.checksums import checksum, checksums
@@ -39,6 +39,8 @@ from umbp.types import I64, U8, U64, Mask, ReadStatus, Statuses, WriteStatus
 
 CHUNK_BYTES = 64 << 20  # about 5 ms of copying between two checks
 IN_FLIGHT_SECONDS_MAX = 2.0  # a put waits this long for another client that is writing the same key
+RELEASE_SECONDS_MAX = 1.0  # who does not hear of it in this time takes the lease for lost: what was read is then judged by versions
+LEASE_SECONDS_MIN = 0.1  # a shorter lease is waited for this long
 Fill = Callable[[I64, U8, I64], None]
 """(which items of the batch, the segment's data, their offsets in it): write those objects, and return only when it is done."""
 VERIFY = ("never", "sampled", "always")
@@ -75,7 +77,7 @@ class Operations:
         if not len(array):
             return np.zeros(0, bool)
         look = self.look(array)
-        self._note(array, session)
+        self.note(array, session)
         return np.zeros(len(array), bool) if look is None else look.found.hit
 
     def prefix(self, keys: Any, session: str) -> int:
@@ -92,8 +94,7 @@ class Operations:
         if not len(array):
             return Statuses(status, ReadStatus)
         look = self.look(array)
-        if not self.link.covered(self.opened.row, array):
-            self._note(array)
+        self.note_once(array)
         if look is None:
             status[:] = ReadStatus.BUSY
             return Statuses(status, ReadStatus)
@@ -193,12 +194,12 @@ class Operations:
         look = self.look(array) if len(array) else None
         if look is None or not look.found.hit.any():
             return Lease.of_nothing(self.link, self.opened, len(array), self.object_bytes)
-        if not self.link.covered(self.opened.row, array):
-            self._note(array)
+        self.note_once(array)
         asked = time.monotonic()
         try:
             versions = np.where(look.found.hit, look.found.versions, 0).astype(np.uint64)
-            reply, blob = yield look.bond.call(wire.TakeLease(len(array), seconds or 0.0), look.found.ids, versions)
+            within = max(seconds or CALL_SECONDS_MAX, LEASE_SECONDS_MIN)  # a lease that is granted later is over when it comes
+            reply, blob = yield look.bond.call(wire.TakeLease(len(array), seconds or 0.0), look.found.ids, versions, seconds=within)
         except Unavailable:
             return Lease.of_nothing(self.link, self.opened, len(array), self.object_bytes)
         held = blob.take(np.uint8, len(array)).astype(bool) & look.found.hit
@@ -217,7 +218,7 @@ class Operations:
         if lease.end():
             try:
                 assert lease.look is not None
-                reply, _ = yield lease.look.bond.call(wire.Release(lease.number))
+                reply, _ = yield lease.look.bond.call(wire.Release(lease.number), seconds=RELEASE_SECONDS_MAX)
                 lease.lost |= bool(reply.numbers)
             except Unavailable:
                 lease.lost = True
@@ -350,7 +351,12 @@ class Operations:
             raise Unavailable("the namespace's row is another's now")
         return bond, number
 
-    def _note(self, keys: U8, session: str = "") -> None:
+    def note_once(self, keys: U8) -> None:
+        """`note`, unless the last one says the same."""
+        if not self.link.covered(self.opened.row, keys):
+            self.note(keys)
+
+    def note(self, keys: U8, session: str = "") -> None:
         """Keep the access history. A conversation's name travels as 63 bits of its digest."""
         if not isinstance(session, str):
             raise InvalidRequest(f"{type(session).__name__}, not the name of a conversation", field="session", example="chat-17")

@@ -20,6 +20,7 @@ from umbp import wire
 
 T = TypeVar("T")
 
+CALL_SECONDS_MAX = 5.0
 INLINE_BYTES_MAX = 256 << 10  # copies below it (30 us) are done in the event loop
 
 
@@ -27,12 +28,14 @@ INLINE_BYTES_MAX = 256 << 10  # copies below it (30 us) are done in the event lo
 class Call:
     """One request to the pool; the result is (reply, blob). Raises what the pool refused with, or Unavailable.
 
-    ``bond``: the only `umbp.client.link.Bond` under which the numbers in it mean something; None: any.
+    ``bond``: the only `umbp.client.link.Bond` under which the numbers in it mean something; None: any. ``seconds``: an answer that comes
+    later is of no use, and is not waited for.
     """
 
     message: wire.Message
     arrays: tuple[Any, ...] = ()
     bond: object = None
+    seconds: float = CALL_SECONDS_MAX
 
 
 @dataclass(frozen=True, slots=True)

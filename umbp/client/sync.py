@@ -22,12 +22,11 @@ from umbp.client.address import socket_path
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
 from umbp.client.operations import Fill, Operations
-from umbp.client.steps import Call, Operation, Send, T, run
+from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, run
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
 from umbp.types import Mask, Statuses
 
-CALL_SECONDS_MAX = 5.0
 CONNECT_SECONDS_MAX = 2.0
 NOTE_SECONDS = 0.05  # a note waits this long for others
 RETRY_SECONDS = (0.05, 1.0)  # between attempts to connect again: first, longest
@@ -46,7 +45,7 @@ class Connection:
             answer = self._exactly(len(wire.UPGRADE_REPLY))
             if bytes(answer) != wire.UPGRADE_REPLY:
                 raise Unavailable(f"{path} is not a pool, or it is not ready yet: {bytes(answer[:40])!r}")
-            self._socket.settimeout(CALL_SECONDS_MAX)
+            self._seconds_max = CALL_SECONDS_MAX
         except OSError as error:
             self.close()
             raise Unavailable(f"no pool answers on {path} ({error.strerror or error}): start one with `python -m umbp.pool`") from error
@@ -67,7 +66,7 @@ class Connection:
 
     def hurry(self, seconds: float) -> None:
         """From now on wait only this long."""
-        self._socket.settimeout(seconds)
+        self._seconds_max = seconds
 
     def call(self, call: Call) -> tuple[Any, wire.Blob]:
         """Send and receive. Unavailable if the connection broke, DeadlineExceeded if nothing came; then it is of no more use."""
@@ -77,7 +76,7 @@ class Connection:
             frame = bytearray(prefix)
             frame += self._exactly(wire.frame_bytes(prefix) - len(prefix))
         except TimeoutError:
-            raise DeadlineExceeded(f"the pool did not answer within {CALL_SECONDS_MAX} s") from None
+            raise DeadlineExceeded(f"the pool did not answer within {call.seconds:.3g} s") from None
         except OSError as error:
             raise Unavailable(f"the connection to the pool broke ({error})") from error
         reply, blob = wire.decode_reply(frame)
@@ -87,10 +86,12 @@ class Connection:
 
     def send(self, call: Call | Send) -> None:
         """Send only."""
+        seconds = call.seconds if isinstance(call, Call) else CALL_SECONDS_MAX
+        self._socket.settimeout(max(0.001, min(seconds, self._seconds_max)))
         try:
             self._socket.sendall(wire.encode(call.message, *call.arrays))
         except TimeoutError:
-            raise DeadlineExceeded(f"the pool did not read within {CALL_SECONDS_MAX} s") from None
+            raise DeadlineExceeded(f"the pool did not read within {seconds:.3g} s") from None
         except OSError as error:
             raise Unavailable(f"the connection to the pool broke ({error})") from error
 
@@ -198,7 +199,9 @@ class Pool:
     def call(self, call: Call) -> tuple[Any, wire.Blob]:
         """One request of an operation. Unavailable while there is no connection, or if it is not the one that the request counts for."""
         self._start()
-        with self._lock:
+        if not self._lock.acquire(timeout=call.seconds):
+            raise DeadlineExceeded(f"other calls took {call.seconds:.3g} s")
+        try:
             connection = self._connected()
             if call.bond is not None and call.bond is not self._link.bond:
                 raise Unavailable("the connection to the pool was lost")
@@ -210,6 +213,8 @@ class Pool:
                     self._down()
                     self._wake()
                 raise
+        finally:
+            self._lock.release()
 
     def send(self, call: Send) -> None:
         """One message of an operation that has no reply."""
@@ -362,6 +367,15 @@ class Namespace:
     def object_bytes(self) -> int:
         """Bytes of one page."""
         return self._operations.object_bytes
+
+    @property
+    def operations(self) -> Operations:
+        """For those who write operations of their own, as the loader does; `run` drives them."""
+        return self._operations
+
+    def run(self, operation: Operation[T]) -> T:
+        """Drive an operation to its end in this thread."""
+        return self._pool.run(operation)
 
     def put(self, keys: Any, values: Any, *, parent: bytes | None = None) -> Statuses:
         """Store pages: one `WriteStatus` an item (stored, exists, or the reason why it was refused).

@@ -17,6 +17,7 @@ import numpy as np
 
 from umbp.core.pool import Pool
 from umbp.errors import InvalidRequest, LimitReached
+from umbp.pool.meetings import Meetings
 from umbp.store.segment import Segment
 from umbp.types import I64, U64
 
@@ -27,6 +28,7 @@ class Server(Protocol):
     """What a session needs of the pool process."""
 
     pool: Pool
+    meetings: Meetings
     segment: Segment
     name: str
 
@@ -104,6 +106,7 @@ class Owners:
     def closed(self, owner: Owner, *, clean: bool) -> None:
         """The connection closed; ``clean``: the client said before that it has let go of everything."""
         owner.connected = False
+        self.server.meetings.session_ended(owner.session)
         waiting = self.server.pool.connection_closed(owner.session, gone=clean or owner.pidfd < 0)
         if not waiting:
             self._forget(owner)

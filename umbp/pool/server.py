@@ -34,12 +34,15 @@ import msgspec
 from aiohttp import web
 
 from umbp.config import PoolConfig
+from umbp.core.groups import Groups
 from umbp.core.pool import Limits, Pool
 from umbp.errors import Conflict, SegmentError, Unavailable
 from umbp.grammar import Address, format_size
 from umbp.metrics import Metrics
+from umbp.policies.base import ADMISSION, EVICTION, find
 from umbp.pool import dram as dram_start
 from umbp.pool.documents import status_document
+from umbp.pool.meetings import Meetings
 from umbp.pool.owners import Owner, Owners
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
@@ -122,15 +125,15 @@ class PoolServer:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
         _raise_file_limit()
-        unix, tcp = bind_unix(self.socket), bind_tcp(self.config.http)
-        self.http = _bound(self.config.http, tcp)
-        try:
-            await self._serve(unix, tcp)
-        finally:
-            unix.close()
-            tcp.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.socket)
+        find(EVICTION, self.config.eviction)  # an unknown name stops the start before there is anything to clean up
+        find(ADMISSION, self.config.admission)
+        with contextlib.closing(bind_tcp(self.config.http)) as tcp, contextlib.closing(bind_unix(self.socket)) as unix:
+            self.http = _bound(self.config.http, tcp)
+            try:
+                await self._serve(unix, tcp)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.socket)
 
     async def _serve(self, unix: sockets.socket, tcp: sockets.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -199,6 +202,8 @@ class PoolServer:
                 self.pool = make()
         self.summer = Summer(self.pool, self.segment.data.array, self.now)
         self.summer.committed()
+        rounds = self.segment.words[segments.H_ROUNDS : segments.H_ROUNDS + 1]
+        self.meetings = Meetings(Groups(self.pool.leases, self.pool.scratch, rounds), self.now)
         self.owners = Owners(self, config.sessions_max)
         self.owners.adopt(unfinished)
         if slice_.attached:
@@ -213,6 +218,7 @@ class PoolServer:
                 await asyncio.gather(*(runner.cleanup() for runner in runners))
         if hasattr(self, "owners"):
             self.owners.close()
+            self.meetings.close()
             self.summer.close()
             self.segment.words[segments.H_STATE] = segments.STOPPED
             kept = "released" if self.config.on_exit == "release" else "kept for the next start (--on-exit release gives it back)"

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import numpy as np
@@ -243,16 +243,27 @@ class Session(asyncio.Protocol):
     def sums(self, message: wire.MakeSums, blob: wire.Blob, now: float) -> bytes:
         ids, versions = blob.take(np.int64, message.n), blob.take(np.uint64, message.n)
         blob.end()
-        self._slow = asyncio.get_running_loop().create_task(self._make_sums(ids, versions))
+        return self._later(self._make_sums(ids, versions))
+
+    async def _make_sums(self, ids: I64, versions: U64) -> bytes:
+        sums = await self.server.make_sums(ids, versions)
+        return wire.encode(wire.Sums(len(sums)), sums)
+
+    def _later(self, answer: Coroutine[Any, Any, bytes]) -> bytes:
+        """Answer when this is done; until then nothing more of this client is read."""
+        self._slow = asyncio.get_running_loop().create_task(self._answer_with(answer))
         self._read_or_wait()
         return b""
 
-    async def _make_sums(self, ids: I64, versions: U64) -> None:
-        sums = await self.server.make_sums(ids, versions)
+    async def _answer_with(self, answer: Coroutine[Any, Any, bytes]) -> None:
+        try:
+            reply = await answer
+        except UmbpError as error:
+            reply = wire.encode(wire.Failed(error.code, str(error), error.field))
         self._slow = None
         self._read_or_wait()
         if self._transport:
-            self._transport.write(wire.encode(wire.Sums(len(sums)), sums))
+            self._transport.write(reply)
             self.data_received(b"")
 
     def let_go(self, message: wire.LetGo, blob: wire.Blob, now: float) -> bytes:
@@ -274,6 +285,36 @@ class Session(asyncio.Protocol):
             raise NotFound(f"this session has no pin {message.number}", field="pin")
         leases.unpin(message.number)
         return wire.encode(wire.Numbers([]))
+
+    def scratch(self, message: wire.TakeScratch, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        piece = self.server.pool.scratch.take(now, self.session, message.size_bytes)
+        return wire.encode(wire.ScratchTaken(piece.number, piece.offset))
+
+    def give_scratch(self, message: wire.GiveScratch, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        self.server.meetings.scratch_given(self.session, message.number)
+        self.server.pool.scratch.give(self.session, message.number)
+        return wire.encode(wire.Numbers([]))
+
+    def group(self, message: wire.OpenGroup, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        self.server.pool.find_namespace(message.row)
+        opened = self.server.meetings.groups.open(
+            self.session, message.row, message.name, world=message.world, rank=message.rank, scratch=message.scratch
+        )
+        self.server.meetings.settle()
+        return wire.encode(wire.Numbers([opened.number]))
+
+    def join(self, message: wire.Join, blob: wire.Blob, now: float) -> bytes:
+        ids, versions = blob.take(np.int64, message.n), blob.take(np.uint64, message.n)
+        blob.end()
+        return self._later(self.server.meetings.join(now, self.session, message, ids, versions))
+
+    def leave(self, message: wire.Leave, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        intact = self.server.meetings.groups.leave(self.session, message.member, message.round)
+        return wire.encode(wire.Numbers([int(intact)]))
 
     def status(self, message: wire.GetStatus, blob: wire.Blob, now: float) -> bytes:
         blob.end()
@@ -307,6 +348,11 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.LetGo: Session.let_go,
     wire.Pin: Session.pin,
     wire.Unpin: Session.unpin,
+    wire.TakeScratch: Session.scratch,
+    wire.GiveScratch: Session.give_scratch,
+    wire.OpenGroup: Session.group,
+    wire.Join: Session.join,
+    wire.Leave: Session.leave,
     wire.GetStatus: Session.status,
     wire.Bye: Session.bye,
 }
