@@ -58,8 +58,9 @@ def at_line(number: int, function: Callable[[], object], meanwhile: Callable[[],
 class Scene:
     """A crowded table in which key ``goer`` may go and come back and one put moves slots of keys that stay; and every commit there was."""
 
-    def __init__(self, kind: type[IndexWriter]) -> None:
+    def __init__(self, kind: type[IndexWriter], group: int) -> None:
         crowd, self.keys = crowded()
+        self.group = group  # how many keys are looked for in one call: small calls go another way
         self.table = writer_of((crowd.buckets, crowd.entries, np.zeros(2, np.uint64)), kind)
         self.table._counter[0] = 1000
         self.goer, self.comer = self.keys[0], self.keys[16]
@@ -98,46 +99,50 @@ class Scene:
 
     def look(self, *, may_miss: bool) -> None:
         """The oracle: who stays is found, and what is found was committed."""
-        found = self.table.find(words_of(self.keys[:16]), NUMBER, PLACE)
-        assert found.hit[1:].all(), "a key that is always there was missed"
-        assert found.hit[0] or may_miss or not self.shown[self.goer], "a commit that was answered is not seen"
-        for row in found.rows[found.hit]:
-            assert (int(row[W_VERSION]), int(row[W_OFFSET])) in self.commits, "a row that was never committed"
+        for start in range(0, min(16, 2 * self.group), self.group):
+            found = self.table.find(words_of(self.keys[start : start + self.group]), NUMBER, PLACE)
+            hit = found.hit if start else found.hit[1:]
+            assert hit.all(), "a key that is always there was missed"
+            assert start or found.hit[0] or may_miss or not self.shown[self.goer], "a commit that was answered is not seen"
+            for row in found.rows[found.hit]:
+                assert (int(row[W_VERSION]), int(row[W_OFFSET])) in self.commits, "a row that was never committed"
 
 
 WRITES = ("remove", "reuse", "replace", "give_to_another", "move")
 
 
-def interleave_reader(kind: type[IndexWriter], write: str) -> int:
+def interleave_reader(kind: type[IndexWriter], write: str, group: int) -> int:
     """At each line of a find, the whole of a write."""
     number = lines = 1
     while number <= lines:
-        scene = Scene(kind)
+        scene = Scene(kind, group)
         lines = at_line(number, lambda scene=scene: scene.look(may_miss=True), getattr(scene, write))
         scene.look(may_miss=False)
         number += 1
     return lines
 
 
-def interleave_writer(kind: type[IndexWriter], write: str) -> int:
+def interleave_writer(kind: type[IndexWriter], write: str, group: int) -> int:
     """At each line of a write, the whole of a find."""
     number = lines = 1
     while number <= lines:
-        scene = Scene(kind)
+        scene = Scene(kind, group)
         lines = at_line(number, getattr(scene, write), lambda scene=scene: scene.look(may_miss=True))
         scene.look(may_miss=False)
         number += 1
     return lines
 
 
+@pytest.mark.parametrize("group", [16, 2])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_at_any_line_of_a_find_is_seen_whole_or_not_at_all(write: str) -> None:
-    assert interleave_reader(IndexWriter, write) > 20
+def test_a_write_at_any_line_of_a_find_is_seen_whole_or_not_at_all(write: str, group: int) -> None:
+    assert interleave_reader(IndexWriter, write, group) > 20
 
 
+@pytest.mark.parametrize("group", [16, 2])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_find_at_any_line_of_a_write_sees_it_whole_or_not_at_all(write: str) -> None:
-    assert interleave_writer(IndexWriter, write) > 5
+def test_a_find_at_any_line_of_a_write_sees_it_whole_or_not_at_all(write: str, group: int) -> None:
+    assert interleave_writer(IndexWriter, write, group) > 5
 
 
 class MovesUncounted(IndexWriter):
@@ -165,13 +170,13 @@ class VersionKept(IndexWriter):
 
 
 class OldSlotFirst(IndexWriter):
-    """Planted: takes a bucket's slots away for a moment while it enters others."""
+    """Planted: takes the slots of two buckets away for a moment while it enters others."""
 
     def publish(self, ids, sums):
-        kept = self.buckets[0].copy()
-        self.buckets[0] = 0
+        kept = self.buckets[:2].copy()
+        self.buckets[:2] = 0
         wait()
-        self.buckets[0] = kept
+        self.buckets[:2] = kept
         return super().publish(ids, sums)
 
 
@@ -194,6 +199,7 @@ def wait() -> None:
         pass
 
 
+@pytest.mark.parametrize("group", [16, 2])
 @pytest.mark.parametrize(
     ("interleave", "kind", "write", "what"),
     [
@@ -203,9 +209,9 @@ def wait() -> None:
         (interleave_writer, FieldsLast, "replace", "never committed"),
     ],
 )
-def test_planted_faults_are_seen_between_lines(interleave, kind: type[IndexWriter], write: str, what: str) -> None:
+def test_planted_faults_are_seen_between_lines(interleave, kind: type[IndexWriter], write: str, what: str, group: int) -> None:
     with pytest.raises(AssertionError, match=what):
-        interleave(kind, write)
+        interleave(kind, write, group)
 
 
 # -- readers in other processes ------------------------------------------------------------------------------------------------------------
