@@ -275,8 +275,10 @@ class Pool:
         wanted = np.flatnonzero(mine)
         held = np.unique(found.ids[found.hit])
         self.objects.lease(held)  # what is answered EXISTS must not be what makes room for the rest
-        offsets, reason = self.room.make_room(now, account, len(wanted))
-        self.objects.unlease(held)
+        try:
+            offsets, reason = self.room.make_room(now, account, len(wanted))
+        finally:
+            self.objects.unlease(held)
         status[wanted[len(offsets) :]] = reason
         mine[wanted[len(offsets) :]] = False
         self._count_refused(account, status)

@@ -286,11 +286,6 @@ class IndexWriter(IndexReader):
         self.entries[ids, W_VERSION] = 0
         self._leave(ids)
 
-    def mark_reserved(self, ids: I64, owner: int) -> None:
-        """Make hidden entries reserved again, on behalf of an owner that may still write their memory."""
-        self.entries[ids, W_SUM] = _U(owner)
-        self.entries[ids, W_VERSION] = self._versions(len(ids)) | _ONE
-
     def forget(self, ids: I64) -> None:
         """Free entries that are in no bucket."""
         self.entries[ids, W_VERSION] = 0
