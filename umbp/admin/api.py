@@ -112,6 +112,8 @@ async def _raw_body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise DeadlineExceeded(f"the body did not come within {BODY_SECONDS_MAX:g} s") from None
+    except (ConnectionError, web.RequestPayloadError) as error:
+        raise InvalidRequest(f"the body broke off: {error}", field="body") from None
 
 
 def _body(endpoint: Endpoint, request: web.Request, raw: bytes) -> Any:
