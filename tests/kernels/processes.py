@@ -57,9 +57,22 @@ def on_gpu(kernel: str, case: str) -> None:
     copies.run(kernel, case, copies.Kernels(), "cuda")
 
 
+def check(kernel: str, case: str, mover: str) -> None:
+    """One case by the kernel in the interpreter, or by the reference, which is run here and needs no Triton."""
+    if mover == "kernel":
+        error = copied(kernel)[case]
+        assert error is None, error
+        return
+    need("torch")
+    from tests.kernels import copies
+    from umbp.kernels import reference
+
+    copies.run(kernel, case, reference)
+
+
 @functools.cache
 def copied(kernel: str) -> dict[str, str | None]:
-    """{case: error or None} of one kernel in the interpreter and of its reference."""
+    """{case: error or None} of one kernel in the interpreter."""
     need("torch", "triton")
     return output("tests.kernels.copies", kernel, interpret=True)  # type: ignore[no-any-return]
 

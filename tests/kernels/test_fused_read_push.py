@@ -11,7 +11,7 @@ from tests.kernels.cases import CASES, MOVERS
 @pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_wanted_page_reaches_every_reader_and_nothing_else(case: str, mover: str) -> None:
-    assert processes.copied("fused_read_push")[f"{mover}: {case}"] is None
+    processes.check("fused_read_push", case, mover)
 
 
 @pytest.mark.gpu

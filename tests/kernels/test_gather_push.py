@@ -11,7 +11,7 @@ from tests.kernels.cases import CASES, MOVERS
 @pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("case", CASES)
 def test_pages_come_through_the_staging_buffers_and_nothing_else_changes(case: str, mover: str) -> None:
-    assert processes.copied("gather_push")[f"{mover}: {case}"] is None
+    processes.check("gather_push", case, mover)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from tests.kernels.cases import CASES, MOVERS
 @pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_own_slots_have_the_pages_and_nothing_else_changes(case: str, mover: str) -> None:
-    assert processes.copied("page_load")[f"{mover}: {case}"] is None
+    processes.check("page_load", case, mover)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from tests.kernels.cases import CASES, MOVERS
 @pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("case", CASES)
 def test_the_owned_pages_are_in_host_memory_and_nothing_else_changes(case: str, mover: str) -> None:
-    assert processes.copied("page_store")[f"{mover}: {case}"] is None
+    processes.check("page_store", case, mover)
 
 
 @pytest.mark.gpu

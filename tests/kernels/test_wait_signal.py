@@ -11,7 +11,7 @@ from tests.kernels.cases import MOVERS, WAIT_CASES
 @pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("case", WAIT_CASES)
 def test_a_wait_on_a_dead_peer_ends_with_status_1_and_the_others_with_0(case: str, mover: str) -> None:
-    assert processes.copied("wait_signal")[f"{mover}: {case}"] is None
+    processes.check("wait_signal", case, mover)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What every kernel does, in torch and in the plainest way: the oracle of the tests, and what runs where there is no Triton.
+"""What every kernel does, in the plainest way: one memmove after another. The oracle of the tests, and what runs without Triton.
 
 Same signatures, same checks. Memory of this process only: an address is one that the CPU may read. Signals are exact between
 processes as long as each counter has one writer, which is how the loader uses them; on a processor with a weaker order than x86 they
@@ -23,17 +23,17 @@ def fused_read_push(window: Window, group: LayerGroup, pads: Pads, *, rank: int,
         _copy(window, group, reader, store=False)
     for reader in order:
         if pad := int(pads.table[reader]):
-            _at(signal_address(pad, signal), 8).view(torch.int64).add_(blocks)
+            _counter(signal_address(pad, signal)).value += blocks
 
 
 def wait_signal(addresses: torch.Tensor, wanted: torch.Tensor, status: torch.Tensor, *, polls: int) -> None:
     """See `umbp.kernels.wait_signal`."""
     check_wait(addresses, wanted, status, polls)
     for word, (address, want) in enumerate(zip(addresses.tolist(), wanted.tolist(), strict=True)):
-        counter = _at(address, 8).view(torch.int64)
-        while int(counter) < want and polls > 0:
+        counter = _counter(address)
+        while counter.value < want and polls > 0:
             polls -= 1
-        status[word] = int(int(counter) < want)
+        status[word] = int(counter.value < want)
 
 
 def page_load(window: Window, group: LayerGroup, *, rank: int, blocks: int) -> None:
@@ -75,13 +75,9 @@ def _copy(window: Window, group: LayerGroup, reader: int, *, store: bool) -> Non
     ):
         for page, slot in zip(window.page_offsets.tolist(), slots, strict=True):
             if slot >= 0:
-                host, device = _at(window.host_base + page + offset, size), _at(base + slot * stride, size)
-                if store:
-                    host.copy_(device)
-                else:
-                    device.copy_(host)
+                host, device = window.host_base + page + offset, base + slot * stride
+                ctypes.memmove(*((host, device) if store else (device, host)), size)
 
 
-def _at(address: int, size: int) -> torch.Tensor:
-    """The bytes at an address of this process."""
-    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+def _counter(address: int) -> ctypes.c_int64:
+    return ctypes.c_int64.from_address(address)
