@@ -89,14 +89,13 @@ def test_batches_that_are_split_over_threads(kind: str, count: int, size: int) -
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 def test_any_number_of_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mover, "_threads", threads)
-    monkeypatch.setattr(mover, "_pool", None)
+    monkeypatch.setattr(mover, "_helpers", None)
     monkeypatch.setattr(mover, "SPLIT_BYTES", 10_000)
+    monkeypatch.setattr(mover, "PIECE_BYTES_MIN", 5_000)
     for count, size in ((1, 50_001), (2, 30_000), (3, 20_000), (5, 4096), (50, 1000)):
         for kind in ("one run", "scattered"):
             offsets = places(kind, count, -(-size // 256) * 256)
             check_both_ways(int(offsets.max()) + size, offsets, size)
-    if mover._pool is not None:
-        mover._pool.shutdown()
 
 
 @settings(max_examples=60, deadline=None)
@@ -190,3 +189,10 @@ def test_an_error_in_a_part_comes_out_when_all_parts_have_ended() -> None:
     out.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         gather(data, np.array([0, 0], np.int64), out)
+
+
+def test_a_fault_of_one_piece_is_raised_when_all_have_ended() -> None:
+    data, out = segment(4 * MIB), np.zeros((64, 256 * KIB), np.uint8)
+    with pytest.raises(ValueError, match="reshape|broadcast"):
+        gather(data, np.arange(64, dtype=np.int64) * (256 * KIB), out)
+    check_both_ways(64 * 256 * KIB, np.arange(64, dtype=np.int64) * (256 * KIB), 256 * KIB)
