@@ -193,6 +193,6 @@ def test_an_error_in_a_part_comes_out_when_all_parts_have_ended() -> None:
 
 def test_a_fault_of_one_piece_is_raised_when_all_have_ended() -> None:
     data, out = segment(4 * MIB), np.zeros((64, 256 * KIB), np.uint8)
-    with pytest.raises(ValueError, match="reshape|broadcast"):
+    with pytest.raises(ValueError, match=r"reshape|broadcast"):
         gather(data, np.arange(64, dtype=np.int64) * (256 * KIB), out)
     check_both_ways(64 * 256 * KIB, np.arange(64, dtype=np.int64) * (256 * KIB), 256 * KIB)
