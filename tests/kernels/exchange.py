@@ -19,7 +19,7 @@ import numpy as np
 RANKS, EPOCHS, STAGED = 4, 3, 2
 PAGES, SLOTS, SIZES, SLACK = 6, 9, (64 * 20, 528), 16
 PAD_BYTES = 4096
-POLLS = 400_000  # 30 to 60 us each: a peer may be late by its start-up
+POLLS = 2_000_000  # 30 to 60 us each: a peer may be late by its start-up on a loaded machine
 PUSHED, CHECKED, FREED = 0, 8, 16  # first counter of each kind; one counter a writer
 
 STRIDES = np.array([size + SLACK for size in SIZES], np.int64)

@@ -258,6 +258,7 @@ def check_wait(addresses: torch.Tensor, wanted: torch.Tensor, status: torch.Tens
             raise InvalidRequest(f"{tensor.dtype}{list(tensor.shape)}, expected {dtype}[W], contiguous", field=name)
         if tensor.device != addresses.device:
             raise InvalidRequest(f"on {tensor.device}, addresses on {addresses.device}", field=name)
+    _current(addresses.device)
     if not 1 <= polls <= POLLS_MAX:
         raise InvalidRequest(f"{polls} polls, expected 1 .. {POLLS_MAX}", field="polls", example="1_000_000")
 
@@ -269,12 +270,19 @@ def _match(window: Window, group: LayerGroup, readers: range, blocks: int) -> in
         raise InvalidRequest(f"{window.ranks} ranks in the window, {group.ranks} in the layer group", field="window")
     if window.table.device != group.table.device:
         raise InvalidRequest(f"window on {window.table.device}, layer group on {group.table.device}", field="window")
+    _current(group.table.device)
     for reader in readers:
         if window.wanted[reader] and not group.mapped[reader]:
             raise InvalidRequest(f"rank {reader} wants pages but its tensors are not mapped", field="dst_base")
     if window.pages * len(group.tiles) > ITEMS_MAX:
         raise InvalidRequest(f"{window.pages} pages x {len(group.tiles)} tiles are too many for one launch", field="window")
     return min(window.granule, group.granule)
+
+
+def _current(device: torch.device) -> None:
+    """Triton launches on the current device, whatever device the tables are on."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise InvalidRequest(f"tables on {device}, the current device is cuda:{torch.cuda.current_device()}", field="device")
 
 
 def _tiles(nbytes: I64, tile_bytes: int) -> I64:
