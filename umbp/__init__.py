@@ -22,7 +22,7 @@ from umbp.layout import Component, Layout, page_keys
 from umbp.types import ReadStatus, Statuses, Tier, WriteStatus
 
 if TYPE_CHECKING:
-    from umbp.loader import Loader
+    from umbp.loader import Group, Loader
 
 __all__ = [
     "AsyncNamespace",
@@ -31,6 +31,7 @@ __all__ = [
     "ConfigError",
     "Conflict",
     "DeadlineExceeded",
+    "Group",
     "InvalidRequest",
     "Layout",
     "Lease",
@@ -58,8 +59,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """`Loader` needs torch, which pools and plain clients live without: it is imported when it is first asked for."""
-    if name == "Loader":
-        from umbp.loader import Loader
+    if name in ("Group", "Loader"):
+        from umbp import loader
 
-        return Loader
+        return getattr(loader, name)
     raise AttributeError(f"module 'umbp' has no attribute {name!r}")

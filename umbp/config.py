@@ -51,9 +51,9 @@ DRAM_BYTES_MIN = 1 << 20  # a smaller pool is a mistake of units
 CONFIG_FILE_BYTES_MAX = 1 << 20
 PATH_BYTES_MAX = 4095
 
-# Variables that begin with UMBP_ and are no field of the pool: the client's address, the folder of sockets, the scripts' switches.
+# Variables that begin with UMBP_ and are no field of the pool: those of clients, the folder of sockets, the scripts' switches.
 POOL_VARIABLE, RUNTIME_DIR_VARIABLE = "UMBP_POOL", "UMBP_RUNTIME_DIR"
-OTHER_VARIABLES = frozenset({POOL_VARIABLE, RUNTIME_DIR_VARIABLE, "UMBP_WITH_TORCH"})
+OTHER_VARIABLES = frozenset({POOL_VARIABLE, RUNTIME_DIR_VARIABLE, "UMBP_LOAD", "UMBP_WITH_TORCH"})
 
 # -- where things lie by default ---------------------------------------------------------------------------------------------------
 

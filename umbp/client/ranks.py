@@ -16,7 +16,7 @@ from umbp.errors import UmbpError, Unavailable
 from umbp.types import I64, U8, U64, Mask
 
 ANSWER_SECONDS = 1.0  # on top of the time of the meeting
-LEAVE_SECONDS_MAX = 1.0
+LEAVE_SECONDS = (0.1, 1.0)  # the least and the most that is waited for its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,11 @@ def join(membership: Membership, ids: I64, versions: U64, *, sequence: int, seco
     return RosterView(reply.round, tuple(seats))
 
 
-def leave(membership: Membership, round_number: int) -> Operation[bool]:
+def leave(membership: Membership, round_number: int, seconds: float) -> Operation[bool]:
     """Leave the round; True if all of its pages and staging stayed what they were until now."""
     try:
-        reply, _ = yield membership.bond.call(wire.Leave(membership.number, round_number), seconds=LEAVE_SECONDS_MAX)
+        within = min(max(seconds, LEAVE_SECONDS[0]), LEAVE_SECONDS[1])
+        reply, _ = yield membership.bond.call(wire.Leave(membership.number, round_number), seconds=within)
     except UmbpError:
         return False
     return bool(reply.numbers[0])

@@ -103,10 +103,11 @@ class Load:
             self._notify()
 
     def end(self, held: Mask, reason: str) -> None:
-        """The worker has let go of all slots; ``held`` are the pages that count."""
+        """The worker has let go of all slots; ``held`` are the pages that count. Only the first call does something."""
         with self._change:
-            self._held, self._reason, self._over = held, reason, True
-            self._notify()
+            if not self._over:
+                self._held, self._reason, self._over = held, reason, True
+                self._notify()
 
     def _notify(self) -> None:
         self._change.notify_all()

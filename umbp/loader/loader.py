@@ -2,13 +2,13 @@
 
 Theory of operation
 -------------------
-A load takes one lease for all its pages, so that what was found stays; finds its `Route` once (vectorised over pages); and then moves layer
-after layer, each one a few native calls whatever the number of pages, telling the handle after each. At the end the lease is asked
-whether it stood all the time: pages for which it did not are missing, as are those that were never found. Nothing else can fail a page,
-and no failure raises into the serving loop: it is a reason in the answer.
+A load alone takes one lease for all its pages, so that what was found stays; finds its `Route` once (vectorised over pages); and then
+moves layer after layer, each one a few native calls whatever the number of pages, telling the handle after each. At the end the lease is
+asked whether it stood all the time: pages for which it did not are missing, as are those that were never found. Nothing else can fail a
+page, and no failure raises into the serving loop: it is a reason in the answer. A load of a group: see `umbp.loader.group`; whatever it
+cannot do there it does alone.
 
-An offload asks the index first: what is stored already costs no read of the tensors. The rest is reserved in one call a batch, moved
-after the caller's event, and committed in one call; a page is visible when all of it is.
+An offload: see `umbp.loader.offloads`.
 
 Loads run one after the other in a thread of the loader, offloads in another, so that an offload never delays a load's first layer. Copies
 are split over `copy_threads` cores by pages.
@@ -18,46 +18,88 @@ This file moves tensors on the CPU. Tensors on a GPU are refused until the kerne
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from umbp.client import Lease, Namespace
-from umbp.errors import InvalidRequest, UmbpError
+from umbp.errors import InvalidRequest, LeaseLost, UmbpError
 from umbp.layout import as_keys
+from umbp.loader.area import TABLE_PAGES_MAX
+from umbp.loader.copies import Copies, Taken
+from umbp.loader.group import Alone, Group, Rank
 from umbp.loader.handles import Load, Offload
-from umbp.loader.rows import Route
-from umbp.loader.tensors import KvTensors, Plane, as_slots
-from umbp.types import I64, U8, Mask, Statuses, WriteStatus
+from umbp.loader.offloads import Offloads
+from umbp.loader.tensors import KvTensors, as_slots
+from umbp.types import I64, U8, Mask
 
 log = logging.getLogger("umbp.loader")
 DEADLINE_SECONDS = 10.0
 COPY_THREADS_MAX = 4
-OFFLOAD_BYTES = 64 << 20  # reserved, filled and committed at a time
+WAYS = ("auto", "solo", "staged")
+# A meeting costs about 0.3 ms (two round trips), in which one link of 55 GB/s carries 16 MB: what is less is there sooner alone.
+MEET_BYTES_MIN = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderStatistics:
+    """Counts of one loader. Bytes ``own`` + ``group`` + ``fallback`` left the segment; ``received`` came from other ranks' staging.
+
+    ``way`` and ``reason``: how the last load went, and why so. ``lost_owners``: ranks that were not waited for any longer.
+    """
+
+    way: str
+    reason: str
+    solo_loads: int
+    staged_loads: int
+    pages: int
+    missing_pages: int
+    own_bytes: int
+    group_bytes: int
+    fallback_bytes: int
+    received_bytes: int
+    lost_owners: int
+    offloaded_bytes: int
 
 
 class Loader:
-    """Moves pages of one namespace to and from one rank's KV tensors. ``tensors``: component -> one tensor a layer, None where skipped."""
+    """Moves pages of one namespace to and from one rank's KV tensors.
 
-    def __init__(self, namespace: Namespace, tensors: Mapping[str, Sequence[Any]], *, copy_threads: int | None = None) -> None:
+    ``tensors``: component -> one tensor a layer, None where skipped. ``group``: the ranks to load and offload with, None for none.
+    ``UMBP_LOAD`` says how: auto (the default), solo, or staged (with the group, also what is small).
+    """
+
+    def __init__(
+        self, namespace: Namespace, tensors: Mapping[str, Sequence[Any]], group: Group | None = None, *, copy_threads: int | None = None
+    ) -> None:
         self.namespace = namespace
+        self.group = group
         self.tensors = KvTensors.of(tensors, namespace.identity.layout)
         if self.tensors.device.type != "cpu":
             raise InvalidRequest(f"tensors on {self.tensors.device} cannot be loaded yet", field="tensors", example="tensors on the CPU")
-        self._planes: list[list[tuple[Plane, U8]]] = [[] for _ in range(self.tensors.layers)]
-        for plane in self.tensors.planes:
-            self._planes[plane.layer].append((plane, plane.array()))
+        self._way = os.environ.get("UMBP_LOAD", "auto")
+        if self._way not in WAYS:
+            raise InvalidRequest(f"{self._way!r} is none of {', '.join(WAYS)}", field="UMBP_LOAD", example="auto")
         cores = len(os.sched_getaffinity(0))
-        self._threads = max(1, min(cores, COPY_THREADS_MAX) if copy_threads is None else copy_threads)
-        self._copies = ThreadPoolExecutor(max(1, self._threads - 1), thread_name_prefix="umbp-load-copy")
+        threads = max(1, min(cores, COPY_THREADS_MAX) if copy_threads is None else copy_threads)
+        self._copies = Copies(self.tensors, threads)
+        self._rank = Rank(namespace, group, self._copies) if group is not None else None
+        self._offloading = Offloads(namespace, group, self._copies)
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="umbp-load")
         self._offloads = ThreadPoolExecutor(1, thread_name_prefix="umbp-offload")
+        self._taken = Taken()
+        self._last = ("", "")
+        self._count = {"solo": 0, "staged": 0, "pages": 0, "missing": 0}
+        if self._rank is not None:
+            with contextlib.suppress(Alone):  # so that the others know of this rank before its first load; it tries again then
+                self._rank.enter()
 
     def __repr__(self) -> str:
         return f"<Loader of {len(self.tensors.planes)} planes x {self.tensors.pages} pages>"
@@ -76,107 +118,129 @@ class Loader:
         """Start to restore pages into these slots; returns at once.
 
         ``keys`` (n, 32), ``slots`` (n,) distinct page indices of the tensors. ``deadline``: seconds after which what is not there is
-        missing. ``verify``: compare checksums of no, some or all pages before they are moved.
+        missing. ``verify``: compare checksums of no, some or all pages before they are moved. In a group, a load of no pages helps the
+        other ranks with theirs.
         """
         array = as_keys(keys)
         places: I64 = as_slots(slots, len(array), self.tensors.pages)
         if not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
             raise InvalidRequest(f"{deadline!r} is not a number of seconds above 0 and up to an hour", field="deadline", example="10")
         load = Load(len(array), self.tensors.layers, time.monotonic() + deadline)
-        self._loads.submit(self._run_load, load, array, places, verify)
+        self._loads.submit(self._run, load, array, places, verify)
         return load
 
     def offload(self, keys: Any, slots: Any, *, after: Any = None, parent: bytes | None = None) -> Offload:
         """Start to store pages from these slots; returns at once. The slots must keep their bytes until the handle's result is there.
 
         ``after``: something with ``synchronize()`` (a torch event), waited for before the tensors are read. ``parent``: the key before the
-        first, where there is one.
+        first, where there is one. In a group each rank is given the same keys, and each page is stored by one of them.
         """
         array = as_keys(keys)
         places: I64 = as_slots(slots, len(array), self.tensors.pages)
         offload = Offload(len(array))
-        self._offloads.submit(self._run_offload, offload, array, places, after, parent)
+        self._offloads.submit(self._offloading.run, offload, array, places, after, parent)
         return offload
 
+    def statistics(self) -> LoaderStatistics:
+        """A snapshot."""
+        taken, count = self._taken, self._count
+        return LoaderStatistics(
+            *self._last,
+            solo_loads=count["solo"],
+            staged_loads=count["staged"],
+            pages=count["pages"],
+            missing_pages=count["missing"],
+            own_bytes=taken.own,
+            group_bytes=taken.group,
+            fallback_bytes=taken.fallback,
+            received_bytes=taken.received,
+            lost_owners=self._rank.lost_owners if self._rank else 0,
+            offloaded_bytes=self._offloading.read_bytes,
+        )
+
     def close(self) -> None:
-        """Wait for what is on its way, and end the threads."""
-        for pool in (self._loads, self._offloads, self._copies):
-            pool.shutdown(wait=True)
+        """Wait for what is on its way, leave the group, and end the threads."""
+        self._loads.shutdown(wait=True)
+        self._offloads.shutdown(wait=True)
+        if self._rank is not None:
+            self._rank.close()
+        self._copies.close()
 
     # -- loads -------------------------------------------------------------------------------------------------------------------------
 
-    def _run_load(self, load: Load, keys: U8, slots: I64, verify: str) -> None:
+    def _run(self, load: Load, keys: U8, slots: I64, verify: str) -> None:
+        """One load, to its end; nothing raises."""
         held: Mask = np.zeros(len(keys), bool)
-        reason = ""
+        reason, taken = "", Taken()
         try:
-            # The lease lasts as long as the load may, and ends with it.
-            with self.namespace.lease(keys, max(0.001, load.deadline - time.monotonic()), verify=verify) as lease:
-                if self._move(load, lease, slots):
-                    held = lease.check()
-                else:
-                    reason = "cancelled" if load.cancelled else "the deadline passed"
+            why = self._why_alone(len(keys), verify)
+            if not why and self._rank is not None:
+                try:
+                    held, reason = self._rank.load(load, keys, slots, taken)
+                    self._went("staged", self._way if self._way != "auto" else "the group's pages are read once")
+                except Alone as error:
+                    why = str(error)
+            if why:
+                self._went("solo", why)
+                held, reason = self._alone(load, keys, slots, verify, taken)
         except UmbpError as error:
             reason = str(error)
         except Exception as error:
             log.exception("a load failed")
             reason = f"internal error: {error}"
-        if not reason and not held.all():
-            reason = f"{int(np.count_nonzero(~held))} pages are not stored any more"
+        load.read_bytes = taken.segment
         load.end(held, reason)
+        self._taken.add(taken)
+        self._count["pages"] += len(keys)
+        self._count["missing"] += len(load.finish().missing)
 
-    def _move(self, load: Load, lease: Lease, slots: I64) -> bool:
+    def _why_alone(self, pages: int, verify: str) -> str:
+        """Why this load is not the group's; "" if it is."""
+        if self._rank is None:
+            return "no group"
+        if self._way == "solo":
+            return "UMBP_LOAD"
+        if verify != "never":
+            return "checksums are compared, which reads all pages"
+        if pages > TABLE_PAGES_MAX:
+            return f"{pages} pages are more than the {TABLE_PAGES_MAX} that a rank may bring to a meeting"
+        size = pages * self.namespace.object_bytes
+        if self._way == "auto" and 0 < size < MEET_BYTES_MIN:
+            return f"{size} bytes are there sooner without a meeting"
+        return ""
+
+    def _went(self, way: str, reason: str) -> None:
+        self._count[way] += 1
+        if self._last != (way, reason):
+            log.info("loads are %s: %s", way, reason)
+            self._last = (way, reason)
+
+    def _alone(self, load: Load, keys: U8, slots: I64, verify: str, taken: Taken) -> tuple[Mask, str]:
+        """Which pages are there, and why the others are not."""
+        held: Mask = np.zeros(len(keys), bool)
+        try:
+            # The lease lasts as long as the load may, and ends with it.
+            with self.namespace.lease(keys, max(0.001, load.deadline - time.monotonic()), verify=verify) as lease:
+                if self._move(load, lease, slots, taken):
+                    held = lease.check()
+                else:  # decided already: nobody waits for the pool to hear of it
+                    load.end(held, "cancelled" if load.cancelled else "the deadline passed")
+        except LeaseLost as error:
+            return np.zeros(len(keys), bool), str(error)
+        return held, "" if held.all() else f"{int(np.count_nonzero(~held))} pages are not stored any more"
+
+    def _move(self, load: Load, lease: Lease, slots: I64, taken: Taken) -> bool:
         """All layers of what the lease holds; False if it was stopped on the way."""
         which = np.flatnonzero(lease.held)
-        routes = Route(lease.offsets[which], slots[which]).split(self._threads)
+        routes = self._copies.route(lease.offsets[which], slots[which])
         data = lease.data
         for layer in range(self.tensors.layers):
             if load.cancelled or time.monotonic() > load.deadline:
                 return False
-            self._each(routes, partial(self._load_layer, data, layer))
-            load.read_bytes += len(which) * sum(plane.nbytes for plane, _ in self._planes[layer])
+            taken.own += self._copies.load(data, routes, layer)
+            load.read_bytes = taken.segment
             load.advance(layer + 1)
         return True
 
-    def _load_layer(self, data: U8, layer: int, route: Route) -> None:
-        for plane, array in self._planes[layer]:
-            route.load(data, plane.object_offset, array)
 
-    def _each(self, routes: list[Route], move: Any) -> None:
-        """One route here, the others in copy threads; returns when all of them have let go of the memory, also after an error."""
-        futures = [self._copies.submit(move, route) for route in routes[1:]]
-        try:
-            for route in routes[:1]:
-                move(route)
-        finally:
-            for future in futures:
-                future.exception()
-        for future in futures:
-            future.result()
-
-    # -- offloads ----------------------------------------------------------------------------------------------------------------------
-
-    def _run_offload(self, offload: Offload, keys: U8, slots: I64, after: Any, parent: bytes | None) -> None:
-        try:
-            if after is not None:
-                after.synchronize()
-            codes = np.full(len(keys), WriteStatus.UNAVAILABLE, np.uint8)
-            step = max(1, OFFLOAD_BYTES // self.namespace.object_bytes)
-            for start in range(0, len(keys), step):
-                part = slice(start, start + step)
-                before = keys[start - 1].tobytes() if start else parent
-                places = slots[part]
-
-                def fill(which: I64, data: U8, offsets: I64, places: I64 = places) -> None:
-                    self._each(Route(offsets, places[which]).split(self._threads), partial(self._store, data))
-                    offload.read_bytes += len(which) * self.namespace.object_bytes
-
-                codes[part] = self.namespace.fill(keys[part], fill, parent=before).codes
-            offload.end(Statuses(codes, WriteStatus))
-        except BaseException as error:
-            log.exception("an offload failed")
-            offload.end(None, error)
-
-    def _store(self, data: U8, route: Route) -> None:
-        for planes in self._planes:
-            for plane, array in planes:
-                route.store(data, plane.object_offset, array)
+__all__ = ["Loader", "LoaderStatistics"]

@@ -1,0 +1,23 @@
+"""One pool for the tests that do nothing to it but use it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import umbp
+from tests.pools import PoolProcess
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[PoolProcess]:
+    with PoolProcess() as running:
+        yield running
+        assert "Traceback" not in running.log(), running.log()
+
+
+@pytest.fixture
+def pool(server: PoolProcess) -> Iterator[umbp.Pool]:
+    with umbp.connect(server.socket) as client:
+        yield client

@@ -1,0 +1,211 @@
+"""One rank's loads and offloads on the CPU: bytes, guards, misses, cancellation, deadlines, a pool that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import umbp
+from tests.pools import PoolProcess
+from umbp.errors import InvalidRequest
+from umbp.types import WriteStatus
+
+pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
+from tests.loader.caches import PAGES, Cache, keys_of, slots_for
+
+
+def stored(cache: Cache, namespace: umbp.Namespace, numbers: Any) -> None:
+    """Put these pages into the pool, from slots 1 on."""
+    slots = np.arange(1, len(numbers) + 1)
+    cache.write(numbers, slots)
+    with umbp.Loader(namespace, cache.tensors) as loader:
+        assert loader.offload(keys_of(numbers), slots).result().all(WriteStatus.STORED, WriteStatus.EXISTS)
+    cache.wipe()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 17, PAGES - 2])
+def test_pages_come_back_into_any_slots_and_nothing_else_is_touched(pool: umbp.Pool, threads: int, count: int) -> None:
+    cache, numbers = Cache(), range(100, 100 + count)
+    namespace = cache.namespace(pool, tenant=f"slots {threads} {count}")
+    stored(cache, namespace, numbers)
+    slots = slots_for(count, count)
+    with umbp.Loader(namespace, cache.tensors, copy_threads=threads) as loader:
+        assert loader.lookup(keys_of(numbers)) == count
+        load = loader.load(keys_of(numbers), slots)
+        for layer in range(cache.layers):
+            assert load.wait(layer)
+            assert cache.has(numbers, slots, layer).all()
+        done = load.finish()
+    assert done.missing.tolist() == []
+    assert done.reason == ""
+    assert done.read_bytes == count * namespace.object_bytes
+    assert cache.has(numbers, slots).all()
+    assert cache.untouched(slots)
+
+
+def test_layers_come_in_order_for_asyncio_too(pool: umbp.Pool) -> None:
+    cache, numbers = Cache(), range(20)
+    namespace = cache.namespace(pool, tenant="asyncio")
+    stored(cache, namespace, numbers)
+    slots = slots_for(1, 20)
+
+    async def restore() -> None:
+        with umbp.Loader(namespace, cache.tensors) as loader:
+            load = loader.load(keys_of(numbers), slots)
+            for layer in range(cache.layers):
+                assert await load.ready(layer)
+            assert len((await load.finished()).missing) == 0
+            assert (await loader.offload(keys_of(numbers), slots).results()).all(WriteStatus.EXISTS)
+
+    asyncio.run(restore())
+    assert cache.has(numbers, slots).all()
+
+
+def test_what_went_between_lookup_and_load_is_exactly_what_is_missing(pool: umbp.Pool) -> None:
+    cache, numbers = Cache(), list(range(30))
+    namespace = cache.namespace(pool, tenant="gone")
+    stored(cache, namespace, numbers)
+    slots, gone = slots_for(2, 30), [3, 7, 8, 29]
+    with umbp.Loader(namespace, cache.tensors) as loader:
+        assert loader.lookup(keys_of(numbers)) == 30
+        assert namespace.remove(keys_of(gone)).all()
+        done = loader.load(keys_of(numbers), slots).finish()
+    assert done.missing.tolist() == gone
+    assert "4 pages" in done.reason
+    assert cache.has(numbers, slots).tolist() == [number not in gone for number in numbers]
+
+
+def test_a_cancelled_load_names_every_page(pool: umbp.Pool) -> None:
+    cache, numbers = Cache(), range(20)
+    namespace = cache.namespace(pool, tenant="cancel")
+    stored(cache, namespace, numbers)
+    with umbp.Loader(namespace, cache.tensors) as loader:
+        first = loader.load(keys_of(numbers), slots_for(3, 20))
+        second = loader.load(keys_of(numbers), slots_for(4, 20))
+        second.cancel()
+        done = second.finish()
+        assert first.finish().reason == ""
+    assert done.missing.tolist() == list(range(20))
+    assert done.reason == "cancelled"
+
+
+def test_a_load_that_finished_writes_no_more(pool: umbp.Pool) -> None:
+    cache, numbers = Cache(), range(PAGES - 2)
+    namespace = cache.namespace(pool, tenant="late")
+    stored(cache, namespace, numbers)
+    with umbp.Loader(namespace, cache.tensors) as loader:
+        for seed in range(20):
+            load = loader.load(keys_of(numbers), slots_for(seed, len(numbers)))
+            if seed % 2:
+                load.cancel()
+            load.finish()
+            cache.wipe(seed)
+            time.sleep(0.002)
+            assert cache.untouched([], seed)
+
+
+def test_offload_of_what_is_stored_reads_no_tensor(pool: umbp.Pool) -> None:
+    cache, numbers = Cache(), range(20)
+    namespace = cache.namespace(pool, tenant="dedup")
+    stored(cache, namespace, numbers)
+    with umbp.Loader(namespace, cache.tensors) as loader:
+        again = loader.offload(keys_of(range(10, 25)), np.arange(1, 16))
+        status = again.result()
+    assert status == [WriteStatus.EXISTS] * 10 + [WriteStatus.STORED] * 5
+    assert again.read_bytes == 5 * namespace.object_bytes
+
+
+def test_offload_waits_for_the_callers_event(pool: umbp.Pool) -> None:
+    cache = Cache()
+    namespace = cache.namespace(pool, tenant="event")
+
+    class Event:
+        def synchronize(self) -> None:
+            cache.write([5], [1])
+
+    with umbp.Loader(namespace, cache.tensors) as loader:
+        assert loader.offload(keys_of([5]), [1], after=Event()).result() == [WriteStatus.STORED]
+        loader.load(keys_of([5]), [2]).finish()
+    assert cache.has([5], [2]).all()
+
+
+@pytest.mark.parametrize("verify", ["sampled", "always"])
+def test_checksums_are_compared_where_asked(pool: umbp.Pool, verify: str) -> None:
+    cache, numbers = Cache(), range(20)
+    namespace = cache.namespace(pool, tenant=f"verify {verify}")
+    stored(cache, namespace, numbers)
+    with umbp.Loader(namespace, cache.tensors) as loader, namespace.lease(keys_of(numbers)) as lease:
+        whole = loader.load(keys_of(numbers), slots_for(1, 20), verify="always").finish()  # the pool makes its sums for it
+        assert len(whole.missing) == 0
+        lease.data[int(lease.offsets[4]) + 100] ^= 1  # a bit of page 4 falls over
+        done = loader.load(keys_of(numbers), slots_for(1, 20), verify=verify).finish()
+    assert done.missing.tolist() in ([[4]] if verify == "always" else [[4], []])
+
+
+def test_a_pool_that_is_frozen_costs_no_more_than_the_deadline(pool: umbp.Pool) -> None:
+    cache, numbers = Cache(), range(20)
+    with PoolProcess() as server, umbp.connect(server.socket) as client:
+        namespace = cache.namespace(client)
+        stored(cache, namespace, numbers)
+        with umbp.Loader(namespace, cache.tensors) as loader:
+            server.signal(signal.SIGSTOP)
+            started = time.monotonic()
+            done = loader.load(keys_of(numbers), slots_for(1, 20), deadline=0.3).finish()
+            assert time.monotonic() - started < 1.0
+            assert done.missing.tolist() == list(numbers)
+            server.signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.0003, 0.001, 0.003])
+def test_a_pool_that_is_killed_during_a_load_fails_no_page_wrongly(delay: float) -> None:
+    cache, numbers = Cache(), range(PAGES - 2)
+    with PoolProcess() as server, umbp.connect(server.socket) as client:
+        namespace = cache.namespace(client)
+        stored(cache, namespace, numbers)
+        slots = slots_for(1, len(numbers))
+        with umbp.Loader(namespace, cache.tensors) as loader:
+            load = loader.load(keys_of(numbers), slots, deadline=5.0)
+            time.sleep(delay)
+            server.kill()
+            done = load.finish()
+            there = np.setdiff1d(np.arange(len(numbers)), done.missing)
+            assert cache.has(numbers, slots)[there].all()
+            server.restart()
+            deadline = time.monotonic() + 10
+            while not client.connected and time.monotonic() < deadline:
+                time.sleep(0.01)
+            done = loader.load(keys_of(numbers), slots).finish()
+            assert len(done.missing) == 0
+            assert cache.has(numbers, slots).all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "slots", "options", "field"),
+    [
+        ([1, 2], [1], {}, "slots"),
+        ([1, 2], [1, 1], {}, "slots"),
+        ([1], [PAGES], {}, "slots[0]"),
+        ([1], [-1], {}, "slots[0]"),
+        ([1], [1], {"deadline": 0}, "deadline"),
+    ],
+)
+def test_a_call_that_cannot_be_right_is_refused_at_once(pool: umbp.Pool, keys: Any, slots: Any, options: Any, field: str) -> None:
+    cache = Cache()
+    with umbp.Loader(cache.namespace(pool, tenant="refused"), cache.tensors) as loader:
+        with pytest.raises(InvalidRequest) as caught:
+            loader.load(keys_of(keys), slots, **options)
+        assert caught.value.field == field
+        assert cache.untouched([])
+
+
+def test_an_unknown_way_is_refused_at_the_start(pool: umbp.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = Cache()
+    monkeypatch.setenv("UMBP_LOAD", "fastest")
+    with pytest.raises(InvalidRequest, match="auto, solo, staged"):
+        umbp.Loader(cache.namespace(pool), cache.tensors)
