@@ -21,6 +21,7 @@ import umbp
 from tests.field.people import Child, Wire, bytes_of, cpu_seconds, eventually, keys_of, open_namespace, rss_bytes, values_of
 from tests.pools import ROOT, PoolProcess
 from umbp import ReadStatus, WriteStatus
+from umbp.client import mover
 
 MIB = 1 << 20
 
@@ -307,8 +308,73 @@ def test_pool_made_anew_is_never_mistaken_for_the_former() -> None:
             assert [bool(space.lookup(keys_of(1))[0]) for space in spaces] == [True, False, True]
 
 
+def test_late_commit_does_not_show_what_another_thread_has_reserved_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool restarts while one put copies; the next one gets the same small number, on the new connection of the same client."""
+    size = 64 << 10
+    with PoolProcess(dram="8MiB") as server, umbp.connect(server.socket) as pool:
+        space, copy, answers = open_namespace(pool, size), mover.scatter, {}
+        space.put(keys_of(9), values_of([9], size))  # takes number 1; after the restart the orphans of the first put have it
+        reached, go = {1: threading.Event(), 3: threading.Event()}, {1: threading.Event(), 3: threading.Event()}
+
+        def slow(data: Any, offsets: Any, values: Any) -> None:
+            first = next(number for number in (1, 3) if (values[0] == bytes_of(number, size)).all())
+            reached[first].set()
+            assert go[first].wait(30)
+            copy(data, offsets, values)
+
+        def put(first: int) -> None:
+            answers[first] = space.put(keys_of(first, first + 1), values_of([first, first + 1], size))
+
+        monkeypatch.setattr(mover, "scatter", slow)
+        threads = [threading.Thread(target=put, args=(first,)) for first in (1, 3)]
+        threads[0].start()
+        assert reached[1].wait(10)
+        server.restart()
+        eventually(lambda: pool.connected and pool.statistics().connects == 2, "connected again")
+        threads[1].start()
+        assert reached[3].wait(10)
+        go[1].set()
+        threads[0].join()
+        assert answers[1].all(WriteStatus.UNAVAILABLE)
+        assert not space.lookup(keys_of(1, 2, 3, 4)).any()
+        go[3].set()
+        threads[1].join()
+        assert answers[3].all(WriteStatus.STORED)
+        out = np.zeros((2, size), np.uint8)
+        assert space.get(keys_of(3, 4), out).all(ReadStatus.HIT)
+        assert (out == values_of([3, 4], size)).all()
+
+
+def test_copy_does_not_start_into_memory_that_was_let_go() -> None:
+    """Between the reservation and the copy the pool restarts, the client connects again and lets go of what it is not filling yet."""
+    size = 256 << 10
+    with PoolProcess(dram="8MiB") as server, umbp.connect(server.socket) as pool, umbp.connect(server.socket) as other:
+        space, fresh = open_namespace(pool, size), open_namespace(other, size)
+        link, numbers = pool._link, list(range(100, 140))
+        filling = link.filling
+
+        def late(bond: Any) -> Any:
+            link.filling = filling  # type: ignore[method-assign]
+            server.restart()
+            eventually(lambda: pool.connected and other.connected and pool.statistics().connects == 2, "connected again")
+            eventually(lambda: other.status()["abandoned"] == 0, "let go")
+            for number in numbers:
+                assert fresh.put(keys_of(number), values_of([number], size)).all(WriteStatus.STORED)
+            return filling(bond)
+
+        link.filling = late  # type: ignore[method-assign]
+        assert space.put(keys_of(1, 2), values_of([1, 2], size)).all(WriteStatus.UNAVAILABLE)
+        out = np.zeros((1, size), np.uint8)
+        hits = 0
+        for number in numbers:
+            if fresh.get(keys_of(number), out).all(ReadStatus.HIT):
+                hits += 1
+                assert (out[0] == bytes_of(number, size)).all(), number
+        assert hits >= 20
+
+
 def test_puts_of_many_threads_over_restarts_never_mix() -> None:
-    """A commit that waited for the new connection must not show what another thread has reserved under the same number."""
+    """However the restarts fall."""
     size = 256 << 10
     with PoolProcess(dram="64MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, size)

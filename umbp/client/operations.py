@@ -39,8 +39,9 @@ from umbp.types import I64, U8, U64, Mask, ReadStatus, Statuses, WriteStatus
 
 CHUNK_BYTES = 64 << 20  # about 5 ms of copying between two checks
 IN_FLIGHT_SECONDS_MAX = 2.0  # a put waits this long for another client that is writing the same key
-RELEASE_SECONDS_MAX = 1.0  # who does not hear of it in this time takes the lease for lost: what was read is then judged by versions
-LEASE_SECONDS_MIN = 0.1  # a shorter lease is waited for this long
+# An answer that does not come costs the connection, and with it all that this client holds: no less than a busy machine needs.
+RELEASE_SECONDS_MAX = 2.0  # who does not hear of it in this time takes the lease for lost: what was read is then judged by versions
+LEASE_SECONDS_MIN = 2.0  # a shorter lease is waited for this long
 Fill = Callable[[I64, U8, I64], None]
 """(which items of the batch, the segment's data, their offsets in it): write those objects, and return only when it is done."""
 VERIFY = ("never", "sampled", "always")
