@@ -1,8 +1,8 @@
 """UMBP, the Unified Memory & Bandwidth Pool: a KV-cache pool for LLM serving that outlives the engines it serves."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from umbp.client import AsyncNamespace, AsyncPool, Lease, Namespace, Pool, connect, connect_async
 from umbp.errors import (
     ConfigError,
     Conflict,
@@ -22,6 +22,7 @@ from umbp.layout import Component, Layout, page_keys
 from umbp.types import ReadStatus, Statuses, Tier, WriteStatus
 
 if TYPE_CHECKING:
+    from umbp.client import AsyncNamespace, AsyncPool, Lease, Namespace, Pool, connect, connect_async
     from umbp.loader import Group, Loader
 
 __all__ = [
@@ -56,11 +57,16 @@ __all__ = [
     "page_keys",
 ]
 
+# Imported when first asked for: the loader brings torch, which pools and plain clients live without, and the client brings asyncio, which
+# the start of the `umbp` command need not wait for.
+_LAZY = {
+    "umbp.client": ("AsyncNamespace", "AsyncPool", "Lease", "Namespace", "Pool", "connect", "connect_async"),
+    "umbp.loader": ("Group", "Loader"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    """`Loader` needs torch, which pools and plain clients live without: it is imported when it is first asked for."""
-    if name in ("Group", "Loader"):
-        from umbp import loader
-
-        return getattr(loader, name)
+    for module, names in _LAZY.items():
+        if name in names:
+            return getattr(import_module(module), name)
     raise AttributeError(f"module 'umbp' has no attribute {name!r}")

@@ -112,7 +112,7 @@ def row(bench: str, mover: str, world: Bytes, taken: float, plain: float, **more
 
 def options(text: str) -> argparse.Namespace:
     """What all these benchmarks take."""
-    parser = argparse.ArgumentParser(description=text)
+    parser = argparse.ArgumentParser(description=f"{text} Prints one JSON line a row.")
     parser.add_argument("--pages", type=int, nargs="+", default=[16, 256, 2200] if torch.cuda.is_available() else [16])
     parser.add_argument("--layers", type=int, default=8, help="of one layer group")
     parser.add_argument("--blocks", type=int, nargs="+", default=[8, 16, 32, 64, 128] if torch.cuda.is_available() else [1])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 from bench_page_load import kernels, seconds
 from harness import emit
@@ -13,6 +15,7 @@ POLLS = 20_000
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=f"{__doc__} Prints one JSON line a row.").parse_args()
     mover, ours = kernels()
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     pad = torch.zeros(1024, dtype=torch.int64, device=device)

@@ -221,7 +221,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--page-bytes", type=int, default=64 * 656 * 61, help="fp8 latent of 61 layers: 656 bytes a token and layer")
     parser.add_argument("--page-tokens", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=142_000, help="the largest load")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one JSON line a row, instead of a table")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg")
     for field in fields(Machine)[1:]:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=float, help="us" if field.name.endswith("_us") else "GB/s")
