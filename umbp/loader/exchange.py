@@ -245,6 +245,9 @@ class Exchange:
         """Until this rank has all its pages and has staged its window; False if it was cancelled or the deadline passed."""
         copies, layers = self.producer.copies, len(self.producer.copies.planes)
         idle = IDLE_SECONDS[0]
+        if not load.claim():
+            self.area.stop(self.producer.round)
+            return False
         try:
             while load.layers_ready < layers or self.producer.unit < self.producer.units:
                 now = time.monotonic()
@@ -266,4 +269,5 @@ class Exchange:
                     time.sleep(idle)
             return True
         finally:
+            load.let_go()
             self.area.stop(self.producer.round)

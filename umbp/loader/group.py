@@ -143,7 +143,7 @@ class Rank:
                 if not whole:  # decided already: nobody waits for the pool to hear of it
                     load.end(held, "cancelled" if load.cancelled else "the deadline passed")
             finally:
-                intact = self.namespace.run(leave(membership, roster.round, load.deadline - time.monotonic()))
+                intact = self.namespace.run(leave(membership, roster.round))
             if not whole:
                 return held, ""
             held[which[mine.held]] = True
@@ -267,10 +267,11 @@ class Rank:
     def _judge(self, load: Load, look: Look, which: I64, got: Mask, others: Mask, slots: I64, taken: Taken) -> Mask:
         """After a round that did not last: read again what came through others, and count what still is what was looked up."""
         again = which[got & others]
-        if len(again) and time.monotonic() < load.deadline and not load.cancelled:
+        if len(again) and not load.cancelled and load.claim():
             routes = self.copies.route(look.found.rows[again, W_OFFSET].view(np.int64), slots[again])
             for layer in range(len(self.copies.planes)):
                 taken.fallback += self.copies.load(look.bond.data, routes, layer)
+            load.let_go()
             others = np.zeros(len(others), bool)
         operations = self.namespace.operations
         good: Mask = look.found.hit & (look.bond.index.versions_of(look.found.ids) == look.found.versions)

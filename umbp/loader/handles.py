@@ -3,6 +3,9 @@
 A handle is written by the loader's worker and read by the caller. Layers become ready in order; each has an event, so `wait` costs nothing
 once its layer is there, and an asyncio caller is woken through its own loop. `finish` is the border: before it returns the worker has let
 go of the slots, whatever happened, and the answer names exactly the pages to recompute.
+
+The deadline holds whatever the worker waits for. It *claims* the slots before it writes to them and lets go of them when it calls the
+pool; a load whose deadline passes while they are not claimed ends there and then, and can never be claimed again.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class Load:
         self._held: Mask = np.zeros(pages, bool)
         self._reason = ""
         self._over = False
+        self._claimed = False
         self._change = threading.Condition()
         self._waiters: list[Callable[[], None]] = []
 
@@ -62,7 +66,8 @@ class Load:
         """Block until this layer of every page that can be had is in its slots; False if it will not come (see `finish`)."""
         self._check(layer)
         with self._change:
-            self._change.wait_for(lambda: self.layers_ready > layer or self._over)
+            while not (self.layers_ready > layer or self._over):
+                self._wait()
             return self.layers_ready > layer
 
     async def ready(self, layer: int) -> bool:
@@ -75,7 +80,8 @@ class Load:
     def finish(self) -> LoadDone:
         """Wait for the end. Nothing of this load is written into any slot after this returns."""
         with self._change:
-            self._change.wait_for(lambda: self._over)
+            while not self._over:
+                self._wait()
         return self._done()
 
     async def finished(self) -> LoadDone:
@@ -89,11 +95,28 @@ class Load:
         self.cancelled = True
 
     @property
+    def over(self) -> bool:
+        """Whether `finish` would return at once."""
+        return self._over
+
+    @property
     def progress(self) -> float:
         """Share of the layers that are there, 0 to 1."""
         return self.layers_ready / self.layers
 
     # -- for the worker ----------------------------------------------------------------------------------------------------------------
+
+    def claim(self) -> bool:
+        """Before the slots are written to; False if the load is over, and they must not be."""
+        with self._change:
+            self._claimed = not self._over
+            return self._claimed
+
+    def let_go(self) -> None:
+        """Nothing of this load is being written now."""
+        with self._change:
+            self._claimed = False
+            self._notify()
 
     def advance(self, layers_ready: int) -> None:
         """All layers below this one are in their slots."""
@@ -106,8 +129,26 @@ class Load:
         """The worker has let go of all slots; ``held`` are the pages that count. Only the first call does something."""
         with self._change:
             if not self._over:
-                self._held, self._reason, self._over = held, reason, True
+                self._held, self._reason, self._over, self._claimed = held, reason, True, False
                 self._notify()
+
+    def _wait(self) -> None:
+        """For any change, or until the deadline ends the load. Holds the lock."""
+        left = self._left()
+        if left is None or left > 0:
+            self._change.wait(left)
+        else:
+            self._expire()
+
+    def _left(self) -> float | None:
+        """Seconds until the deadline; None while the worker writes, as it looks at the deadline itself then."""
+        return None if self._claimed else self.deadline - time.monotonic()
+
+    def _expire(self) -> None:
+        with self._change:
+            left = self._left()
+            if left is not None and left <= 0:
+                self.end(np.zeros(self.pages, bool), "the deadline passed")
 
     def _notify(self) -> None:
         self._change.notify_all()
@@ -126,7 +167,12 @@ class Load:
             if (self.layers_ready, self._over) != before:
                 return
             self._waiters.append(partial(_wake, loop, event))
-        await event.wait()
+            left = self._left()
+        try:
+            async with asyncio.timeout(left):
+                await event.wait()
+        except TimeoutError:
+            self._expire()
 
     def _check(self, layer: int) -> None:
         if not 0 <= layer < self.layers:

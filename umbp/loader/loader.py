@@ -173,6 +173,8 @@ class Loader:
         held: Mask = np.zeros(len(keys), bool)
         reason, taken = "", Taken()
         try:
+            if load.over:  # its deadline passed before its turn came
+                return
             why = self._why_alone(len(keys), verify)
             if not why and self._rank is not None:
                 try:
@@ -188,11 +190,12 @@ class Loader:
         except Exception as error:
             log.exception("a load failed")
             reason = f"internal error: {error}"
-        load.read_bytes = taken.segment
-        load.end(held, reason)
-        self._taken.add(taken)
-        self._count["pages"] += len(keys)
-        self._count["missing"] += len(load.finish().missing)
+        finally:
+            load.read_bytes = taken.segment
+            load.end(held, reason)
+            self._taken.add(taken)
+            self._count["pages"] += len(keys)
+            self._count["missing"] += len(load.finish().missing)
 
     def _why_alone(self, pages: int, verify: str) -> str:
         """Why this load is not the group's; "" if it is."""
@@ -221,6 +224,8 @@ class Loader:
         try:
             # The lease lasts as long as the load may, and ends with it.
             with self.namespace.lease(keys, max(0.001, load.deadline - time.monotonic()), verify=verify) as lease:
+                if lease.look is None and not self.namespace.operations.link.ready():
+                    return held, "no pool answers at the moment"
                 if self._move(load, lease, slots, taken):
                     held = lease.check()
                 else:  # decided already: nobody waits for the pool to hear of it
@@ -234,12 +239,17 @@ class Loader:
         which = np.flatnonzero(lease.held)
         routes = self._copies.route(lease.offsets[which], slots[which])
         data = lease.data
-        for layer in range(self.tensors.layers):
-            if load.cancelled or time.monotonic() > load.deadline:
-                return False
-            taken.own += self._copies.load(data, routes, layer)
-            load.read_bytes = taken.segment
-            load.advance(layer + 1)
+        if not load.claim():
+            return False
+        try:
+            for layer in range(self.tensors.layers):
+                if load.cancelled or time.monotonic() > load.deadline:
+                    return False
+                taken.own += self._copies.load(data, routes, layer)
+                load.read_bytes = taken.segment
+                load.advance(layer + 1)
+        finally:
+            load.let_go()
         return True
 
 

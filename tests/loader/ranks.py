@@ -1,0 +1,200 @@
+"""Ranks of a group as processes: told what to load, and made to stop, die or dawdle at a chosen point of their load.
+
+A rank counts the points that it passes (a table posted, a unit begun, staged, published, pulled, consumed ...). ``at`` names the one where
+``what`` happens: ``kill`` and ``stop`` are signals to itself, ``slow`` is a sleep there and a short one at each point after it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+import umbp
+from tests.field.people import Child, eventually
+from tests.loader.caches import Cache, keys_of
+from umbp.loader.area import Area
+from umbp.loader.copies import Copies
+from umbp.loader.group import Rank
+
+POINTS = (
+    (Area, "post"),
+    (Rank, "_meet"),
+    (Rank, "_tables"),
+    (Area, "begin"),
+    (Copies, "stage"),
+    (Area, "publish"),
+    (Copies, "pull"),
+    (Area, "consume"),
+    (Copies, "load"),
+    (Area, "stop"),
+)
+
+
+class Accident:
+    """What happens to this process, and when."""
+
+    def __init__(self) -> None:
+        self.what, self.at, self.seconds, self.passed, self.jitter = "", -1, 0.0, 0, 0.0
+
+    def plan(self, what: str = "", at: int = -1, seconds: float = 0.0, jitter: float = 0.0) -> None:
+        self.what, self.at, self.seconds, self.passed, self.jitter = what, at, seconds, 0, jitter
+
+    def point(self) -> None:
+        self.passed += 1
+        if self.jitter:
+            time.sleep(self.jitter)
+        if self.what == "slow" and self.passed > self.at >= 0:
+            time.sleep(0.001)
+        if self.passed != self.at:
+            return
+        if self.what == "slow":
+            time.sleep(self.seconds)
+        elif self.what:
+            os.kill(os.getpid(), signal.SIGKILL if self.what == "kill" else signal.SIGSTOP)
+
+    def watch(self) -> None:
+        """Make each point known: before and after each of these calls."""
+        for owner, name in POINTS:
+            setattr(owner, name, self._wrapped(getattr(owner, name)))
+
+    def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*arguments: Any, **named: Any) -> Any:
+            self.point()
+            result = call(*arguments, **named)
+            self.point()
+            return result
+
+        return wrapped
+
+
+def work(child: Child, socket: str, tenant: str, rank: int, world: int, options: dict[str, Any], way: str) -> None:
+    """A rank's life."""
+    torch.set_num_threads(1)
+    os.environ["UMBP_LOAD"] = way
+    accident, cache = Accident(), Cache()
+    accident.watch()
+    with umbp.connect(socket, client=f"rank {rank}") as pool:
+        namespace = cache.namespace(pool, tenant=tenant)
+        group = umbp.Group("g", rank, world, **options)
+        with umbp.Loader(namespace, cache.tensors, group, copy_threads=1) as loader:
+            child.say("here")
+            while (told := child.hear(120.0))["do"] != "end":
+                child.say(Rehearsed(cache, namespace, loader, accident).obey(told))
+    child.say("gone")
+
+
+class Rehearsed:
+    """The commands."""
+
+    def __init__(self, cache: Cache, namespace: umbp.Namespace, loader: umbp.Loader, accident: Accident) -> None:
+        self.cache, self.namespace, self.loader, self.accident = cache, namespace, loader, accident
+
+    def obey(self, told: dict[str, Any]) -> Any:
+        command = told.pop("do")
+        return getattr(self, command)(**told)
+
+    def load(self, numbers: list[int], slots: list[int], deadline: float = 20.0, sentinel: int = 1, **planned: Any) -> dict[str, Any]:
+        """Load, look at the bytes, then write a sentinel over all of the cache, which `untouched` must find later."""
+        self.cache.wipe()
+        self.accident.plan(**planned)
+        started = time.monotonic()
+        load = self.loader.load(keys_of(numbers), np.array(slots, np.int64), deadline=deadline)
+        done = load.finish()
+        seconds = time.monotonic() - started
+        self.accident.plan()
+        there = np.setdiff1d(np.arange(len(numbers)), done.missing)
+        good = self.cache.has(numbers, slots)[there] if len(numbers) else np.ones(0, bool)
+        answer = {
+            "missing": done.missing.tolist(),
+            "reason": done.reason,
+            "bytes": done.read_bytes,
+            "seconds": seconds,
+            "wrong": there[~good].tolist(),
+            "clean": self.cache.untouched(slots),
+            "layers": int(np.isfinite(done.ready_at).sum()),
+        }
+        self.cache.wipe(sentinel)
+        return answer
+
+    def ready(self) -> bool:
+        """Whether the pool can be asked: a call that did not come back in time, as of a rank that was stopped, costs the connection."""
+        return bool(eventually(lambda: self.namespace.operations.link.ready(), "connected again"))
+
+    def untouched(self, sentinel: int = 1) -> bool:
+        return self.cache.untouched([], sentinel)
+
+    def offload(self, numbers: list[int], **planned: Any) -> dict[str, Any]:
+        slots = np.arange(1, len(numbers) + 1)
+        self.cache.write(numbers, slots)
+        self.accident.plan(**planned)
+        offload = self.loader.offload(keys_of(numbers), slots)
+        status = offload.result()
+        self.accident.plan()
+        return {"codes": status.codes.tolist(), "bytes": offload.read_bytes}
+
+    def statistics(self) -> dict[str, Any]:
+        found = self.loader.statistics()
+        return {name: getattr(found, name) for name in found.__slots__}
+
+
+class Ranks:
+    """All ranks of a group."""
+
+    def __init__(self, socket: str, tenant: str, world: int, *, way: str = "staged", **options: Any) -> None:
+        self.arguments = (socket, tenant)
+        self.world = world
+        self.way = way
+        self.options = options
+        self.children: dict[int, Child] = {}
+
+    def start(self, *ranks: int) -> None:
+        """These, or all; those that run are ended first."""
+        for rank in ranks or range(self.world):
+            if rank in self.children:
+                self.end(rank)
+            self.children[rank] = Child(work, *self.arguments, rank, self.world, self.options, self.way)
+        for rank in ranks or range(self.world):
+            assert self.hear(rank) == "here"
+
+    def tell(self, rank: int, do: str, **what: Any) -> None:
+        self.children[rank].say({"do": do, **what})
+
+    def hear(self, rank: int, seconds: float = 60.0) -> Any:
+        return self.children[rank].hear(seconds)
+
+    def ask(self, rank: int, do: str, **what: Any) -> Any:
+        self.tell(rank, do, **what)
+        return self.hear(rank)
+
+    def end(self, rank: int) -> None:
+        child = self.children.pop(rank)
+        child.kill()
+        child.__exit__(None, None, None)
+
+    def stopped(self, rank: int) -> bool:
+        with open(f"/proc/{self.children[rank].pid}/stat", "rb") as file:
+            return file.read().rsplit(b")", 1)[1].split()[0] in (b"T", b"Z")
+
+
+@contextmanager
+def ranks(socket: str, tenant: str, world: int, *, way: str = "staged", **options: Any) -> Iterator[Ranks]:
+    """A group whose ranks have all come; none is left afterwards."""
+    group = Ranks(socket, tenant, world, way=way, **options)
+    try:
+        group.start()
+        yield group
+    finally:
+        for rank in list(group.children):
+            group.end(rank)
+
+
+def nothing_is_leased(pool: umbp.Pool) -> None:
+    """Once all ranks have left, the pool protects nothing any more."""
+    eventually(lambda: pool.status()["leases"] == 0, "all leases of rounds are over")
