@@ -27,6 +27,7 @@ from umbp import Layout, wire
 from umbp.client.steps import Call
 from umbp.client.sync import Connection
 from umbp.layout import Namespace
+from umbp.store import segment
 
 HEAR_SECONDS_MAX = 20.0
 WAIT_SECONDS_MAX = 10.0
@@ -191,8 +192,6 @@ class Wire:
 
     def namespace_number(self) -> int:
         """The namespace's number, as it stands in the segment."""
-        from umbp.store import segment
-
         found = segment.attach(self.welcome.segment, owner=False)
         number = int(found.namespaces[self.row, 0])
         found.close()
@@ -209,3 +208,14 @@ class Wire:
         """Status an item."""
         reply, blob = self.ask(wire.Commit(number, count), np.ones(count, np.uint8))
         return blob.take(np.uint8, reply.n)
+
+
+def half_a_put(child: Child, socket: str, size: int, numbers: list[int]) -> None:
+    """Reserves, fills half of each page and waits: to be killed there."""
+    session = Wire(socket, size)
+    _, status, ids, offsets = session.reserve(keys_of(*numbers))
+    data = segment.attach(session.welcome.segment, owner=False).data.array
+    for offset in offsets.tolist():
+        data[offset : offset + size // 2] = 0xEE
+    child.say([status.tolist(), len(ids)])
+    child.hear(60)

@@ -29,6 +29,7 @@ from umbp.types import I64, U64
 log = logging.getLogger("umbp.pool.sessions")
 HELLO_SECONDS_MAX = 10.0
 UNREAD_BYTES_MAX = 4 << 20
+AHEAD_BYTES_MAX = 64 << 10
 
 
 class Session(asyncio.Protocol):
@@ -83,11 +84,14 @@ class Session(asyncio.Protocol):
     def resume_writing(self) -> None:
         """It reads again."""
         self._unread = False
-        self._read_or_wait()
+        asyncio.get_running_loop().call_soon(self.data_received, b"")  # what was left when it stopped; not from within a write
 
     def _read_or_wait(self) -> None:
-        """What a client sends ahead of its answers is left in the kernel's buffer, which is bounded."""
-        reading = self._slow is None and not self._unread
+        """What a client sends too far ahead of its answers is left in the kernel's buffer, which is bounded.
+
+        Reading goes on as long as it can: only who reads hears that the other end is gone.
+        """
+        reading = not self._unread and (self._slow is None or len(self._buffer) <= AHEAD_BYTES_MAX)
         if self._transport and reading != self._reading:
             self._reading = reading
             if reading:
@@ -101,7 +105,7 @@ class Session(asyncio.Protocol):
         buffer += data
         at = 0
         try:
-            while len(buffer) - at >= wire.PREFIX.size and self._transport and not self._slow:
+            while len(buffer) - at >= wire.PREFIX.size and self._transport and not self._slow and not self._unread:
                 end = at + wire.frame_bytes(buffer[at : at + wire.PREFIX.size])
                 if len(buffer) < end:
                     break
@@ -117,6 +121,7 @@ class Session(asyncio.Protocol):
             return
         if at:
             del buffer[:at]
+        self._read_or_wait()
 
     def _answer(self, frame: bytes) -> None:
         message, blob = wire.decode_request(frame)
@@ -252,7 +257,6 @@ class Session(asyncio.Protocol):
     def _later(self, answer: Coroutine[Any, Any, bytes]) -> bytes:
         """Answer when this is done; until then nothing more of this client is read."""
         self._slow = asyncio.get_running_loop().create_task(self._answer_with(answer))
-        self._read_or_wait()
         return b""
 
     async def _answer_with(self, answer: Coroutine[Any, Any, bytes]) -> None:
@@ -260,6 +264,10 @@ class Session(asyncio.Protocol):
             reply = await answer
         except UmbpError as error:
             reply = wire.encode(wire.Failed(error.code, str(error), error.field))
+        except Exception:  # as in `data_received`
+            log.exception("%r: an answer could not be made", self)
+            self._refuse(UmbpError("internal error; see the pool's log"))
+            return
         self._slow = None
         self._read_or_wait()
         if self._transport:
