@@ -114,7 +114,7 @@ def main() -> None:
             harness.wait_until_quiet()
             machine = harness.Machine(process.pid, writer.pid, busy.pid)
             evicted = client.status()["counters"]["evicted_keys"]
-            evicting, beside_busy, idle = harness.in_turns(arguments.repeats, beside(writer), beside(busy), lookups)
+            evicting, beside_busy, idle = harness.in_turns(arguments.repeats, beside(writer), beside(busy), lookups, machine=machine)
             counters = client.status()["counters"]
             for op, side in (("lookup under eviction", evicting), ("lookup beside a busy process", beside_busy)):
                 ratio = side.percentile(0.99) / idle.percentile(0.99)
@@ -122,7 +122,7 @@ def main() -> None:
                 if side is evicting:
                     row |= {"target": f"ratio <= {RATIO_MAX:.0f} (of p99)", "met": ratio <= RATIO_MAX}
                     row |= {"evicted_keys": counters["evicted_keys"] - evicted}
-                row |= {"foreign_cpu": machine.foreign_cpu()} if side is evicting else {}
+                row |= {"foreign_cpu": machine.kept}
                 harness.emit(bench="eviction", op=op, keys=PROMPT_KEYS, index=arguments.keys, eviction=arguments.eviction, **row)
         finally:
             for other in others:

@@ -243,20 +243,19 @@ def compare(mode: str, peer: Peer, client: Any, machine: Any, repeats: int, work
     import harness
 
     def row(op: str, works: list[Callable[[], list[float]]], bytes_a_call: int, **said: Any) -> None:
-        sides = harness.in_turns(repeats, *works)
+        sides = harness.in_turns(repeats, *works, machine=machine)
         fields = {"bench": "mooncake", "mode": mode, "op": op, **said}
         if len(sides) == 1:
             fields |= sides[0].row("mooncake_", bytes_a_call)
         else:
             found = harness.compared(sides[1], sides[0], bytes_a_call=bytes_a_call, **TARGETS[op])
             fields |= {name.replace("floor_", "mooncake_"): value for name, value in found.items()}
-        harness.emit(**fields, foreign_cpu=machine.foreign_cpu())
+        harness.emit(**fields, foreign_cpu=machine.kept)
 
     def in_place(size: int, batch: int) -> None:
         put, get = ours(client, size, batch, working_set) if client else (None, None)
         shape = {"size": size, "batch": batch}
         harness.wait_until_quiet()
-        machine.foreign_cpu()
         row("put", [lambda: peer.ask(op="put", **shape), *([put] if put else [])], size * batch, **shape)
         for scattered in (False, True):
             mine = [lambda: get(scattered)] if get else []  # noqa: B023 - called here

@@ -56,7 +56,7 @@ class Bench:
         self.repeats, self.working_set, self.said = repeats, working_set, said
 
     def emit(self, **row: Any) -> None:
-        harness.emit(bench="pool", **row, **self.said, foreign_cpu=self.machine.foreign_cpu())
+        harness.emit(bench="pool", **row, **self.said, foreign_cpu=self.machine.kept)
 
     def works(self, pages: Pages, space: umbp.Namespace, batch: int, verify: str) -> dict[str, Callable[[bool, bool], list[float]]]:
         """A pass over the working set by the pool and by the floor: (scattered, the floor?) -> seconds of each call."""
@@ -90,7 +90,6 @@ class Bench:
             pages, space = Pages(size, batch, self.working_set, size), harness.namespace(self.client, size)
             for count in (batch, 1) if singles else (batch,):
                 harness.wait_until_quiet()
-                self.machine.foreign_cpu()
                 works = self.works(pages, space, count, verify)
                 for op in ("put", "get"):
                     for scattered in (False, True) if op == "get" and count > 1 else (False,):
@@ -112,7 +111,7 @@ class Bench:
         """One row."""
         if op == "get":
             self.stock(pages, space)
-        subject, floor = harness.in_turns(self.repeats, lambda: work(scattered, False), lambda: work(scattered, True))
+        subject, floor = harness.in_turns(self.repeats, lambda: work(scattered, False), lambda: work(scattered, True), machine=self.machine)
         target = {"at_least": {"put": 0.9, "get": 1.0}[op]} if count > 1 and not self.said and verify == "never" else {}
         row = harness.compared(subject, floor, bytes_a_call=pages.size * count, **target)
         self.emit(op=op, size=pages.size, batch=count, order="scattered" if scattered else "in_order", verify=verify, **row)
@@ -144,7 +143,6 @@ class Bench:
         absent = Prompts(harness.random_keys(100_000, 2), PROMPT_KEYS)
         calls = 100
         harness.wait_until_quiet()
-        self.machine.foreign_cpu()
         if "lookup" in only:
             for which, prompts in (("present", present), ("absent", absent)):
                 assert (space.lookup(prompts.next()[0]) == (which == "present")).all()
@@ -160,6 +158,7 @@ class Bench:
             self.repeats,
             lambda: harness.timed(space.lookup, [(prompts.next()[0],) for _ in range(calls)]),
             lambda: harness.timed(self.floor.exists, [(prompts.next()[1],) for _ in range(calls)]),
+            machine=self.machine,
         )
         row = harness.compared(subject, floor)
         if prompts.size == PROMPT_KEYS:
@@ -167,22 +166,26 @@ class Bench:
         self.emit(op="lookup", keys=prompts.size, which=which, index=entries, **row)
 
     def lease(self, space: umbp.Namespace, prompts: Prompts, entries: int, calls: int) -> None:
-        released: list[list[float]] = []
+        held: list[Any] = []
 
         def lease() -> list[float]:
-            """Lease each prompt and release it: times of the two apart."""
-            held = [space.lease(prompts.next()[0]) for _ in range(calls)]
-            taken, given = [], []
-            for one in held:
-                taken += harness.timed(one.__enter__, [()])
-                given += harness.timed(one.__exit__, [(None, None, None)])
-            released.append(given)
-            return taken
+            for _ in range(calls):
+                held.append(space.lease(prompts.next()[0]))
+            return [second for one in held for second in harness.timed(one.__enter__, [()])]
 
-        taken, floor = harness.in_turns(
-            self.repeats, lease, lambda: harness.timed(self.floor.exists, [(prompts.next()[1],) for _ in range(calls)])
+        def release() -> list[float]:
+            seconds = [second for one in held for second in harness.timed(one.__exit__, [(None, None, None)])]
+            held.clear()
+            return seconds
+
+        both, floor = harness.in_turns(
+            self.repeats,
+            lambda: lease() + release(),
+            lambda: harness.timed(self.floor.exists, [(prompts.next()[1],) for _ in range(calls)]),
+            machine=self.machine,
         )
-        for op, side in (("lease", taken), ("release", harness.Side(released[1:]))):
+        for op, part in (("lease", slice(0, calls)), ("release", slice(calls, None))):
+            side = harness.Side([seconds[part] for seconds in both.passes])
             self.emit(op=op, keys=prompts.size, which="present", index=entries, **harness.compared(side, floor, at_most=3.0))
 
 
