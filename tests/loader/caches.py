@@ -62,7 +62,7 @@ class Cache:
         good = np.ones(len(pairs), bool)
         for (name, at), view in self.views.items():
             if layer is None or at == layer:
-                good &= [bool((view[slot] == row_of(name, at, number, view.shape[1])).all()) for number, slot in pairs]
+                good &= np.array([(view[slot] == row_of(name, at, number, view.shape[1])).all() for number, slot in pairs], bool)
         return good
 
     def untouched(self, slots: Any, value: int = GUARD) -> bool:

@@ -192,11 +192,13 @@ class Rank:
     def _tables(self, roster: RosterView) -> tuple[list[Area], list[I64], list[bool]]:
         """Each rank's area, the pages that it wants and that exist, and whether it reads for others."""
         areas, wanted, helps = [], [], []
+        known = np.empty(0, np.int64)
         for seat in roster.seats:
             area = Area(seat.area)
             table = area.table_or_none(seat.sequence, seat.pages)
             ids = table[0][seat.held] if table is not None else np.empty(0, np.int64)
-            good = table is not None and len(np.unique(ids)) == len(ids)
+            good = table is not None and (np.array_equal(ids, known) or len(np.unique(ids)) == len(ids))
+            known = ids if good else known  # mostly all ask for the same
             areas.append(area)
             wanted.append(ids if good else ids[:0])
             helps.append(good and table is not None and table[1] and self.copies.rows_in(area.slot_bytes) > 0)

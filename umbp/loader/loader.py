@@ -110,6 +110,11 @@ class Loader:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @property
+    def copy_threads(self) -> int:
+        """Threads that copy for a load."""
+        return self._copies.threads
+
     def lookup(self, keys: Any, *, session: str = "") -> int:
         """How many leading pages can be restored now; no call."""
         return self.namespace.prefix(keys, session=session)
