@@ -120,6 +120,38 @@ def test_what_was_overwritten_while_it_was_copied_is_read_again(pair: Pair, monk
     assert pair.taken[1].fallback > 0
 
 
+def test_a_slot_is_nobodys_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(unit_pages=5)
+    pair.producer.readers.clear()
+    stage, area, seen = pair.copies[0].stage, pair.areas[0], []
+
+    def watched(*arguments: Any) -> int:
+        unit = pair.producer.unit
+        seen.append((area.state(7, unit), area.state(7, max(0, unit - RING_SLOTS))))
+        return stage(*arguments)
+
+    monkeypatch.setattr(pair.copies[0], "stage", watched)
+    while pair.stage(1.0):
+        assert area.state(7, pair.producer.unit - 1) == 0
+    assert seen[RING_SLOTS:] == [(-1, 1)] * (12 - RING_SLOTS)  # what was there before is not offered any more, what comes not yet
+    pair.close()
+
+
+def test_a_table_is_read_under_its_number_only(pair: Pair) -> None:
+    area = pair.areas[0]
+    area.post(41, np.array([5, 6, 7]), helps=True)
+    table = area.table_or_none(41, 3)
+    assert table is not None
+    assert (table[0].tolist(), table[1]) == ([5, 6, 7], True)
+    assert area.table_or_none(40, 3) is None
+    assert area.table_or_none(41, 2) is None
+    area.post(42, np.array([1]), helps=False)
+    assert area.table_or_none(41, 3) is None
+    table = area.table_or_none(42, 1)
+    assert table is not None
+    assert not table[1]
+
+
 def test_an_owner_of_whom_nothing_comes_is_done_without(pair: Pair) -> None:
     assert not pair.pull(1.0)
     assert not pair.pull(1.0 + PATIENCE * 0.9)
