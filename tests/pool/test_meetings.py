@@ -1,0 +1,179 @@
+"""Meetings over real sessions: who waits delays nobody, who goes leaves nothing, and what is out of bounds is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import umbp
+from tests.field.people import Wire, eventually
+from tests.pools import PoolProcess
+from umbp import wire
+from umbp.errors import Conflict, InvalidRequest, LimitReached, NotFound, ProtocolError, UmbpError
+
+SIZE, STAGING = 4096, 256 << 10
+NONE = np.empty(0, np.int64)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PoolProcess]:
+    with PoolProcess(dram="16MiB") as running:
+        yield running
+        assert "Traceback" not in running.log()
+
+
+class RankByHand(Wire):
+    """A session that is a rank."""
+
+    def enter(self, rank: int, *, world: int = 2, name: str = "g") -> int:
+        self.piece = self.ask(wire.TakeScratch(STAGING))[0]
+        self.member = self.ask(wire.OpenGroup(self.row, name, world, rank, self.piece.number))[0].numbers[0]
+        return int(self.member)
+
+    def join(self, wait: float, ids: np.ndarray = NONE, versions: np.ndarray = NONE) -> Any:
+        return self.ask(wire.Join(self.member, 1, len(ids), 5.0, wait), ids, versions.astype(np.uint64))[0]
+
+    def leave(self, number: int) -> bool:
+        return bool(self.ask(wire.Leave(self.member, number))[0].numbers[0])
+
+
+@pytest.fixture
+def hand(server: PoolProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
+    made: list[RankByHand] = []
+
+    def make() -> RankByHand:
+        made.append(RankByHand(server.socket, SIZE, tenant=request.node.name))
+        return made[-1]
+
+    yield make
+    for each in made:
+        with contextlib.suppress(UmbpError):
+            each.ask(wire.Bye())
+        each.connection.close()
+
+
+def later(work: Any) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    return thread, found
+
+
+def test_who_waits_in_a_meeting_delays_nobody_else(server: PoolProcess, hand: Any) -> None:
+    one, two, three = hand(), hand(), hand()
+    one.enter(0)
+    two.enter(1)
+    started = time.monotonic()
+    waiting, found = later(lambda: one.join(0.8))
+    time.sleep(0.05)
+    for _ in range(20):
+        three.ask(wire.GetStatus())
+    assert time.monotonic() - started < 0.7
+    with umbp.connect(server.socket) as pool:
+        assert pool.connected
+    waiting.join()
+    assert 0.7 < time.monotonic() - started < 3.0
+    assert [seat[0] for seat in found[0].seats] == [0]
+    assert one.leave(found[0].round)
+
+
+def test_all_who_join_get_the_same_roster(hand: Any) -> None:
+    one, two = hand(), hand()
+    one.enter(0)
+    two.enter(1)
+    waiting, found = later(lambda: one.join(1.0))
+    time.sleep(0.02)
+    mine = two.join(1.0)
+    waiting.join()
+    assert found[0] == mine
+    assert [seat[0] for seat in mine.seats] == [0, 1]
+    assert [(seat[2], seat[3]) for seat in mine.seats] == [(each.piece.offset, STAGING) for each in (one, two)]
+
+
+def test_a_rank_that_goes_while_others_wait_frees_them_and_leaves_nothing(server: PoolProcess, hand: Any) -> None:
+    with umbp.connect(server.socket) as pool:
+        before = pool.status()["used_bytes"]
+        one, two = hand(), hand()
+        one.enter(0)
+        two.enter(1)
+        started = time.monotonic()
+        waiting, found = later(lambda: one.join(1.0))
+        time.sleep(0.05)
+        two.ask(wire.Bye())
+        waiting.join()
+        assert time.monotonic() - started < 0.8
+        assert [seat[0] for seat in found[0].seats] == [0]
+        again, _ = later(lambda: one.join(1.0))
+        again.join()
+        one.ask(wire.Bye())
+        eventually(lambda: pool.status()["used_bytes"] == before, "all scratch is given back")
+        assert pool.status()["leases"] == 0
+
+
+def test_scratch_of_a_connection_that_broke_is_kept_until_its_process_lets_go(server: PoolProcess, hand: Any) -> None:
+    with umbp.connect(server.socket) as pool:
+        before = pool.status()["used_bytes"]
+        one, two = hand(), hand()
+        one.ask(wire.TakeScratch(STAGING))
+        session = one.welcome.session
+        one.connection.close()
+        time.sleep(0.05)
+        assert pool.status()["used_bytes"] == before + STAGING
+        two.ask(wire.LetGo(session))
+        eventually(lambda: pool.status()["used_bytes"] == before, "it is given back")
+
+
+def test_scratch_that_is_given_back_ends_the_membership(hand: Any) -> None:
+    one = hand()
+    one.enter(0, world=1)
+    assert len(one.join(0.0).seats) == 1
+    one.ask(wire.GiveScratch(one.piece.number))
+    with pytest.raises(NotFound):
+        one.join(0.0)
+    with pytest.raises(NotFound):
+        one.ask(wire.GiveScratch(one.piece.number))
+
+
+def test_who_is_replaced_while_it_waits_is_told(hand: Any) -> None:
+    one, two, again = hand(), hand(), hand()
+    one.enter(0)
+    two.enter(1)
+
+    def join() -> Any:
+        with pytest.raises(NotFound):
+            one.join(1.0)
+        return time.monotonic()
+
+    waiting, found = later(join)
+    time.sleep(0.05)
+    again.enter(0)
+    replaced = time.monotonic()
+    waiting.join()
+    assert found[0] < replaced + 0.5
+
+
+def test_what_is_out_of_bounds_is_refused(hand: Any) -> None:
+    one = hand()
+    with pytest.raises(InvalidRequest):
+        one.ask(wire.TakeScratch(1))
+    with pytest.raises(LimitReached):
+        one.ask(wire.TakeScratch(16 << 20))
+    one.enter(0)
+    with pytest.raises(InvalidRequest):
+        one.ask(wire.OpenGroup(one.row, "g", 2, 2, one.piece.number))
+    with pytest.raises(NotFound):
+        one.ask(wire.OpenGroup(999, "g", 2, 1, one.piece.number))
+    two = hand()
+    two.piece = two.ask(wire.TakeScratch(STAGING))[0]
+    with pytest.raises(Conflict):
+        two.ask(wire.OpenGroup(two.row, "g", 3, 1, two.piece.number))
+    with pytest.raises(NotFound):
+        two.ask(wire.Join(one.member, 1, 0, 1.0, 0.0), NONE, NONE)
+    with pytest.raises(ProtocolError):
+        one.ask(wire.Join(one.member, 1, 9000, 1.0, 0.0), np.zeros(9000, np.int64), np.zeros(9000, np.uint64))
