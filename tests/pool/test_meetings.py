@@ -53,7 +53,7 @@ def hand(server: PoolProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
 
     yield make
     for each in made:
-        with contextlib.suppress(UmbpError):
+        with contextlib.suppress(UmbpError, OSError):
             each.ask(wire.Bye())
         each.connection.close()
 
