@@ -9,8 +9,8 @@ the versions are read again. A version that is still the same was never evicted 
 to anyone), so the bytes are those that were committed. What changed is tried once more under a lease. Copies go in chunks, so that bytes
 are checked soon after they were read.
 
-*Put* asks the index first: what is stored already costs nothing. Then one call reserves, one copy fills, one call commits. Keys that
-another client is writing at the moment are waited for, not written twice.
+*Put* asks the index first: a batch that is stored already costs no call. Then one call reserves, one copy fills, one call commits. Keys
+that another client is writing at the moment are waited for, not written twice.
 
 Every answer is per item. No pool, a stopped pool, a frozen pool: BUSY for reads, UNAVAILABLE for writes, within the call's time limit.
 """
@@ -252,10 +252,13 @@ class Operations:
         return Statuses(status, WriteStatus)
 
     def _put_chunk(self, keys: U8, part: I64, fill: Fill, parent: bytes, status: U8) -> Operation[None]:
-        look = self.look(keys[part])
+        # A put of pages that are all stored makes no call. Where the first is new most are: to ask for all then costs more than it saves.
+        look = self.look(keys[part[:1]])
+        if look is not None and look.found.hit[0]:
+            look = self.look(keys[part])
         if look is None:
             return
-        if look.found.hit.all():
+        if len(look.found.hit) == len(part) and look.found.hit.all():
             status[part] = WriteStatus.EXISTS
             return
         status[part] = yield from self._write(look, keys[part], part, fill, parent)
