@@ -247,9 +247,7 @@ def play(shape: Shape, socket: str, picture: str) -> bool:
     print()
     for rank, answer in enumerate(answers):
         read, lost = answer["bytes"], len(answer["missing"])
-        print(
-            f"rank {rank} read {megabytes(read)} from the pool, {read / shape.size_bytes:.0%} of the {shape.pages} pages; {lost} missing"
-        )
+        print(f"rank {rank} read {megabytes(read)} from the pool, {read / shape.size_bytes:.0%} of the {shape.pages} pages; {lost} missing")
     total = sum(answer["bytes"] for answer in answers)
     print(f"together {megabytes(total)}: each page left the pool's memory {total / shape.size_bytes:.2f} times, not {shape.ranks}.")
     same = all(answer["outputs"] == before[0] for answer in answers) and all(each == before[0] for each in before)

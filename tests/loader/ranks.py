@@ -33,6 +33,7 @@ POINTS = (
     (Copies, "pull"),
     (Area, "consume"),
     (Copies, "load"),
+    (Copies, "store"),
     (Area, "stop"),
 )
 

@@ -18,6 +18,7 @@ pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 s
 from tests.field.people import eventually
 from tests.loader.caches import PAGES, Cache, keys_of, slots_for
 from tests.loader.ranks import Ranks, nothing_is_leased, ranks
+from umbp.loader.exchange import Exchange
 
 NUMBERS = list(range(40))
 # Nobody is given up on a machine that is busy with other things: what is read twice would be that machine's fault.
@@ -134,6 +135,26 @@ def test_a_dead_ranks_share_of_an_offload_is_stored_by_others(server: PoolProces
         assert alone["bytes"] == len(NUMBERS) * object_bytes
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_rank_that_dies_while_it_stores_its_share_leaves_it_to_others(server: PoolProcess, object_bytes: int, at: int) -> None:
+    with ranks(server.socket, f"offload, one dies at {at}", 3, **{**PATIENT, "patience_seconds": 0.2}) as group:
+        for rank in range(3):
+            group.tell(rank, "offload", numbers=NUMBERS, **({"what": "kill", "at": at} if rank == 1 else {}))
+        answers = [group.hear(rank) for rank in (0, 2)]
+        codes = np.array([answer["codes"] for answer in answers])
+        assert np.isin(codes, [WriteStatus.STORED, WriteStatus.EXISTS]).all()
+        assert ((codes == WriteStatus.STORED).sum(axis=0) == 1).all()
+        assert load_all(group, {0: NUMBERS})[0]["missing"] == []
+
+
+def test_a_group_needs_kv_that_is_the_same_on_all_ranks(server: PoolProcess) -> None:
+    cache = Cache()
+    with umbp.connect(server.socket) as pool:
+        namespace = cache.namespace(pool, replicated=False, tp_rank=0, tp_size=2)
+        with pytest.raises(umbp.InvalidRequest, match="nothing to share"):
+            umbp.Loader(namespace, cache.tensors, umbp.Group("g", 0, 2))
+
+
 def test_a_pool_that_is_killed_during_group_loads_fails_no_page_wrongly() -> None:
     cache = Cache()
     with PoolProcess() as server, umbp.connect(server.socket) as pool:
@@ -156,6 +177,37 @@ def test_a_pool_that_is_killed_during_group_loads_fails_no_page_wrongly() -> Non
             assert all(group.ask(rank, "ready") for rank in (0, 1))
             answers = load_all(group, {0: NUMBERS, 1: NUMBERS})
             assert answers[0]["missing"] == answers[1]["missing"] == []
+
+
+@pytest.mark.parametrize("moment", ["before the meeting", "in the exchange"])
+def test_a_pool_that_is_frozen_costs_a_group_no_more_than_the_deadline(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UMBP_LOAD", "staged")
+    cache = Cache()
+    with PoolProcess() as server, umbp.connect(server.socket) as pool:
+        namespace = cache.namespace(pool)
+        with umbp.Loader(namespace, cache.tensors, umbp.Group("g", 0, 1)) as loader:
+            cache.write(NUMBERS, range(1, 41))
+            assert loader.offload(keys_of(NUMBERS), np.arange(1, 41)).result().all(WriteStatus.STORED)
+            if moment == "before the meeting":
+                server.signal(signal.SIGSTOP)
+            else:
+                run = Exchange.run
+
+                def frozen(self: Exchange, *arguments: Any) -> bool:
+                    server.signal(signal.SIGSTOP)
+                    return run(self, *arguments)
+
+                monkeypatch.setattr(Exchange, "run", frozen)
+            started = time.monotonic()
+            done = loader.load(keys_of(NUMBERS), slots_for(1, 40), deadline=0.5).finish()
+            assert time.monotonic() - started < 0.5 + 0.4
+            assert done.missing.tolist() == NUMBERS
+            assert done.reason == "the deadline passed"
+            cache.wipe(3)
+            time.sleep(0.1)
+            server.signal(signal.SIGCONT)
+            time.sleep(0.3)
+            assert cache.untouched([], 3)
 
 
 class Accidents:

@@ -84,6 +84,10 @@ class Loader:
         self.tensors = KvTensors.of(tensors, namespace.identity.layout)
         if self.tensors.device.type != "cpu":
             raise InvalidRequest(f"tensors on {self.tensors.device} cannot be loaded yet", field="tensors", example="tensors on the CPU")
+        if group is not None and not namespace.identity.replicated:
+            raise InvalidRequest(
+                "the KV of this namespace differs from rank to rank: there is nothing to share", field="group", example="None"
+            )
         self._way = os.environ.get("UMBP_LOAD", "auto")
         if self._way not in WAYS:
             raise InvalidRequest(f"{self._way!r} is none of {', '.join(WAYS)}", field="UMBP_LOAD", example="auto")

@@ -281,7 +281,7 @@ def status_document(node: Node) -> Status:
         leased_bytes=objects.leased_bytes,
         keys=objects.counts[LIVE] - objects.in_limbo()[0],
         evictable_keys=objects.evictable,
-        being_written=objects.counts[RESERVED],
+        being_written=objects.counts[RESERVED] - len(pool.scratch.pieces),
         removed_but_leased=objects.counts[ZOMBIE],
         abandoned=objects.counts[ORPHAN],
         unsummed_batches=pool.unsummed_batches,

@@ -98,8 +98,9 @@ def _gauges(pool: Pool) -> Iterator[Reading]:
     yield Reading(SCRATCH, pool.scratch.used_bytes)
     yield Reading(KEYS, objects.counts[LIVE] - flushed_keys)
     yield Reading(KEYS_MAX, objects.capacity)
-    for state, why in ((RESERVED, "being_written"), (ZOMBIE, "removed_but_leased"), (ORPHAN, "abandoned")):
-        yield Reading(HIDDEN, objects.counts[state], (why,))
+    yield Reading(HIDDEN, objects.counts[RESERVED] - len(pool.scratch.pieces), ("being_written",))
+    yield Reading(HIDDEN, objects.counts[ZOMBIE], ("removed_but_leased",))
+    yield Reading(HIDDEN, objects.counts[ORPHAN], ("abandoned",))
     yield Reading(LEASES, len(pool.leases.leases))
     yield Reading(PINS, len(pool.leases.pins))
     yield Reading(RESERVATIONS, len(pool.writes.open))
