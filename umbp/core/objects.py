@@ -16,6 +16,8 @@ An account with a negative row is a limbo: what it holds belongs to no namespace
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -101,6 +103,7 @@ class Objects:
         self.table = table
         self.allocator = allocator
         self.policy = policy
+        self._untold: list[Inserted] = []  # commits that the policy has still to hear of, in order
         self.state: U8 = np.zeros(n, np.uint8)
         self.leases: I32 = np.zeros(n, np.int32)
         self.pins: I32 = np.zeros(n, np.int32)
@@ -155,8 +158,20 @@ class Objects:
         alive = (parents.ids >= 0) & (self.state[parents.ids] == LIVE)
         alive &= (parents.versions == 0) | (parents.versions == self.table.versions_of(parents.ids))
         known = np.where(alive, parents.ids, -1).astype(np.int32)
-        self.policy.on_inserted(Inserted(now, ids.astype(np.int32), known, fingerprints))
+        self._untold.append(Inserted(now, ids.astype(np.int32), known, fingerprints))
         return shown
+
+    def policy_now(self) -> EvictionPolicy:
+        """The eviction policy, told of all commits. It learns of them late, since the writer that waits for its answer needs not."""
+        untold, self._untold = self._untold, []
+        for event in untold:
+            self.policy.on_inserted(event)
+        return self.policy
+
+    def install(self, policy: EvictionPolicy) -> None:
+        """Another policy from now on, which has been told of all live objects."""
+        self.policy = policy
+        self._untold = []
 
     def orphan(self, ids: I64) -> None:
         """Reserved objects whose time is over, and whose writer may not know yet."""
@@ -164,6 +179,8 @@ class Objects:
 
     def abandon(self, ids: I64) -> None:
         """Give reserved or orphaned objects back: nobody can be writing to them any more."""
+        if not len(ids):
+            return
         self.table.forget(ids)
         for state in (RESERVED, ORPHAN):
             part = ids[self.state[ids] == state]
@@ -187,7 +204,7 @@ class Objects:
         self._move(ids[leased], LIVE, ZOMBIE)
         gone = ids[~leased]
         self._move(gone, LIVE, FREE)
-        self.policy.on_removed(ids.astype(np.int32), evicted=evicted)
+        self.policy_now().on_removed(ids.astype(np.int32), evicted=evicted)
         self._release(gone)
 
     def transfer(self, ids: I64, account: Account) -> None:
@@ -277,6 +294,18 @@ class Objects:
         self._move(gone, ZOMBIE, FREE)
         self._release(gone)
 
+    @contextmanager
+    def held(self, ids: I64) -> Generator[None]:
+        """Lease these objects, which may repeat, for as long as the block runs."""
+        distinct = np.unique(ids) if len(ids) else ids
+        if len(distinct):
+            self.lease(distinct)
+        try:
+            yield
+        finally:
+            if len(distinct):
+                self.unlease(distinct)
+
     def pin(self, ids: I64) -> None:
         """Count one pin more on each of these distinct live objects."""
         self.protected += int(np.count_nonzero((self.leases[ids] == 0) & (self.pins[ids] == 0)))
@@ -295,7 +324,7 @@ class Objects:
         held = request.ids[request.ids >= 0]
         self.accessed_at[held] = request.now
         self.hits[held] += 1
-        self.policy.on_request(request)
+        self.policy_now().on_request(request)
 
     # -- questions ---------------------------------------------------------------------------------------------------------------------
 

@@ -271,14 +271,11 @@ class Pool:
         if not self.writes.may_start(session):
             status[mine] = WriteStatus.TOO_MANY_RESERVATIONS
             mine[:] = False
-        self.objects.acknowledged_at[found.ids[found.hit]] = now  # before room is made: it is not made of them while others can go
+        if found.hit.any():
+            self.objects.acknowledged_at[found.ids[found.hit]] = now
         wanted = np.flatnonzero(mine)
-        held = np.unique(found.ids[found.hit])
-        self.objects.lease(held)  # what is answered EXISTS must not be what makes room for the rest
-        try:
+        with self.objects.held(found.ids[found.hit]):  # what is answered EXISTS must not be what makes room for the rest
             offsets, reason = self.room.make_room(now, account, len(wanted))
-        finally:
-            self.objects.unlease(held)
         status[wanted[len(offsets) :]] = reason
         mine[wanted[len(offsets) :]] = False
         self._count_refused(account, status)
@@ -431,7 +428,7 @@ class Pool:
         """Another eviction policy from now on; it is given all objects, longest unused first."""
         policy = find(EVICTION, name)(self.objects.capacity)
         self._tell_policy(now, policy, self.objects.live_ids())  # first, so that one that cannot take it changes nothing
-        self.objects.policy = policy
+        self.objects.install(policy)
         self.eviction = name
 
     def swap_admission(self, name: str) -> None:
@@ -474,6 +471,7 @@ class Pool:
             account = self.objects.accounts[row]
             if account.quota_bytes < account.held_bytes and account.live_keys:
                 busy |= self.room.shrink(now, account) > 0
+        self.objects.policy_now()
         return self.room.evict_slice(now) > 0 or busy
 
     def _remove_stale(self, ids: I64) -> None:

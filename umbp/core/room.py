@@ -117,11 +117,11 @@ class Room:
         objects, eligible = self.objects, self._eligible(now, grace=grace, row=row)
         can_go = objects.evictable if row < 0 else min(objects.evictable, objects.accounts[row].live_keys)
         if can_go * FEW >= objects.counts[LIVE]:
-            return objects.policy.victims(eligible, count).astype(np.int64)
+            return objects.policy_now().victims(eligible, count).astype(np.int64)
         mask = eligible(slice(None))
         if not mask.any():
             return np.empty(0, np.int64)
-        return objects.policy.victims(lambda ids: mask[ids], count).astype(np.int64)
+        return objects.policy_now().victims(lambda ids: mask[ids], count).astype(np.int64)
 
     def _victims(self, now: float, size_bytes: float, count: int, *, row: int = -1) -> I64:
         """Ids in the policy's order, as many as cover the bytes, at most ``count``."""
