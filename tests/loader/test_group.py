@@ -200,7 +200,7 @@ def test_a_pool_that_is_frozen_costs_a_group_no_more_than_the_deadline(moment: s
                 monkeypatch.setattr(Exchange, "run", frozen)
             started = time.monotonic()
             done = loader.load(keys_of(NUMBERS), slots_for(1, 40), deadline=0.5).finish()
-            assert time.monotonic() - started < 0.5 + 0.4
+            assert time.monotonic() - started < 1.5  # a call to a frozen pool takes 2 s and more
             assert done.missing.tolist() == NUMBERS
             assert done.reason == "the deadline passed"
             cache.wipe(3)
@@ -281,6 +281,39 @@ def accidents(server: PoolProcess, tenant: str, world: int, seed: int, runs: int
 @pytest.mark.parametrize(("world", "seed"), [(2, 1), (4, 2)])
 def test_whatever_happens_to_a_rank_the_others_have_their_bytes(server: PoolProcess, tenant: str, world: int, seed: int) -> None:
     accidents(server, tenant, world, seed, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [31, 32, 33])
+def test_a_pool_that_dies_and_gives_the_memory_to_others_fails_no_page_wrongly(seed: int) -> None:
+    choose, cache = random.Random(seed), Cache()
+    with PoolProcess(dram="4MiB") as server, umbp.connect(server.socket) as pool:
+        namespace = cache.namespace(pool, tenant="t")
+        with umbp.Loader(namespace, cache.tensors) as loader, ranks(server.socket, "t", 3, patience_seconds=0.1) as group:
+
+            def store(numbers: list[int]) -> None:
+                eventually(lambda: pool.connected, "connected again")
+                cache.write(numbers, range(1, len(numbers) + 1))
+                loader.offload(keys_of(numbers), np.arange(1, len(numbers) + 1)).result()
+
+            there = 0
+            for run in range(12):
+                store(NUMBERS)
+                assert all(group.ask(rank, "ready") for rank in range(3))
+                for rank in range(3):
+                    slots = choose.sample(range(1, PAGES - 1), 40)
+                    group.tell(rank, "load", numbers=NUMBERS, slots=slots, deadline=6.0, jitter=choose.choice((0.0002, 0.001)))
+                time.sleep(choose.uniform(0.0, 0.08))
+                server.restart()
+                eventually(lambda: pool.connected, "connected again")
+                namespace.flush()
+                store([5000 + 40 * run + number for number in NUMBERS])  # in the memory that the pages had
+                answers = [group.hear(rank) for rank in range(3)]
+                assert [answer["wrong"] for answer in answers] == [[], [], []], f"seed {seed}, run {run}: {answers}"
+                assert all(answer["seconds"] < 6.0 + SLACK_SECONDS for answer in answers)
+                assert all(group.ask(rank, "untouched") for rank in range(3))
+                there += sum(40 - len(answer["missing"]) for answer in answers)
+            assert there, "no load of any run got a page"
 
 
 @pytest.mark.slow
