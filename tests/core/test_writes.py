@@ -257,7 +257,7 @@ class Told(Lru):
 
 def told_parents(script: Script, *keys: int) -> dict[int, int]:
     """Key -> its parent's key (0: none) as the last insert told it."""
-    event = script.pool.objects.policy.events[-1]
+    event = script.pool.objects.policy_now().events[-1]
     key_of = {-1: 0} | {int(i): int.from_bytes(script.pool.table.entries[i, :4].tobytes(), "big") for i in range(64)}
     return {key_of[i]: key_of[p] for i, p in zip(event.ids.tolist(), event.parents.tolist(), strict=True)}
 
