@@ -9,6 +9,7 @@ import sys
 import time
 
 import uvloop
+from aiohttp.http_exceptions import HttpProcessingError
 
 from umbp.config import PoolConfig, load_pool_config
 from umbp.errors import UmbpError
@@ -26,12 +27,21 @@ class JsonLines(logging.Formatter):
         return json.dumps(line)
 
 
+class NoStrangers(logging.Filter):
+    """Drops what aiohttp says of connections that are not HTTP: anybody could fill the log with its tracebacks."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for those."""
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
 def set_up_logging(config: PoolConfig) -> None:
     """Logs go to standard error; standard output is for the ready line."""
     handler = logging.StreamHandler(sys.stderr)
     formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(JsonLines() if config.log_format == "json" else formatter)
+    logging.getLogger("aiohttp.server").addFilter(NoStrangers())
     logging.basicConfig(level=config.log_level.upper(), handlers=[handler])
 
 

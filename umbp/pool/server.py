@@ -36,7 +36,7 @@ from aiohttp import web
 from umbp.config import PoolConfig
 from umbp.core.groups import Groups
 from umbp.core.pool import Limits, Pool
-from umbp.errors import Conflict, SegmentError, Unavailable
+from umbp.errors import Conflict, SegmentError
 from umbp.grammar import Address, format_size
 from umbp.metrics import Metrics
 from umbp.policies.base import ADMISSION, EVICTION, find
@@ -54,8 +54,16 @@ from umbp.types import I64, U64
 log = logging.getLogger("umbp.pool")
 STOP_SECONDS_MAX = 5.0
 TICK_SECONDS = 0.05
+HTTP_CONNECTIONS_MAX = 1024
 BACKLOG = 1024
 """Connections that may wait to be accepted: every client of a node may start at once."""
+
+
+class _Refusal(asyncio.Protocol):
+    """For a connection too many: closed as it comes, so that idle strangers cannot use up the descriptors that clients need."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 class PoolServer:
@@ -253,8 +261,8 @@ class PoolServer:
 
     def _http_protocol(self) -> asyncio.BaseProtocol:
         server = self._http.server
-        if server is None:
-            raise Unavailable("stopping")
+        if server is None or len(server.connections) >= HTTP_CONNECTIONS_MAX:
+            return _Refusal()
         return server()
 
     async def _runner(self, app: web.Application) -> web.AppRunner:
