@@ -21,9 +21,7 @@ MIB, GIB = 1 << 20, 1 << 30
 # -- sizes -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text", ["64MiB", "64mb", "67108864", " 64 MB ", "64M", "64 mIb", "65536k", "65536 KiB", "0.0625g", "67108864B"]
-)
+@pytest.mark.parametrize("text", ["64MiB", "64mb", "67108864", " 64 MB ", "64M", "64 mIb", "65536k", "65536 KiB", "0.0625g", "67108864B"])
 def test_every_spelling_of_a_size_is_the_same_number(text: str) -> None:
     assert parse_size(text) == 64 * MIB
 
@@ -306,9 +304,7 @@ def test_a_slip_in_a_variable_is_refused(variable: str) -> None:
 
 def test_other_variables_are_a_warning_and_ours_are_not() -> None:
     # Kubernetes sets the likes of the first two for a service that is called umbp or umbp-pool.
-    config = load(
-        UMBP_POOL_SERVICE_HOST="10.0.0.1", UMBP_PORT="tcp://10.0.0.1:80", UMBP_POOL="/x", UMBP_RUNTIME_DIR="/y", PATH="/bin"
-    )
+    config = load(UMBP_POOL_SERVICE_HOST="10.0.0.1", UMBP_PORT="tcp://10.0.0.1:80", UMBP_POOL="/x", UMBP_RUNTIME_DIR="/y", PATH="/bin")
     assert [line.split()[2] for line in config.warnings] == ["UMBP_POOL_SERVICE_HOST", "UMBP_PORT"]
 
 
@@ -390,9 +386,7 @@ def test_a_pool_of_no_stated_size_fits_the_machine(available: int, shm: int, cgr
     assert fit_dram(available, shm, cgroup) == fits
 
 
-@pytest.mark.parametrize(
-    ("available", "shm", "cgroup"), [(255 * MIB, GIB, None), (GIB, 64 * MIB, None), (GIB, GIB, -5), (GIB, GIB, 9)]
-)
+@pytest.mark.parametrize(("available", "shm", "cgroup"), [(255 * MIB, GIB, None), (GIB, 64 * MIB, None), (GIB, GIB, -5), (GIB, GIB, 9)])
 def test_too_little_room_says_what_was_found_and_what_to_change(available: int, shm: int, cgroup: int | None) -> None:
     with pytest.raises(ConfigError, match=r"dram.*free shared memory.*--shm-size"):
         fit_dram(available, shm, cgroup)

@@ -85,9 +85,7 @@ def test_a_probe_that_fails_leaves_the_others_alone(environ: dict[str, str], mon
         (64 * GIB, 60 * GIB, "ext4", True, None, "warn", "tmpfs"),
     ],
 )
-def test_shared_memory_is_judged(
-    size: int, free: int, kind: str, writable: bool, wanted: int | None, status: str, words: str
-) -> None:
+def test_shared_memory_is_judged(size: int, free: int, kind: str, writable: bool, wanted: int | None, status: str, words: str) -> None:
     [finding] = doctor.judge_shared_memory("/dev/shm", kind, size=size, free=free, writable=writable, wanted=wanted)
     assert finding.status == status
     assert words in finding.found + finding.advice

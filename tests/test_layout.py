@@ -490,9 +490,7 @@ def test_a_layout_of_another_page_size_is_refused() -> None:
 
 
 def test_torch_is_not_imported() -> None:
-    program = (
-        "import sys, umbp.layout, umbp.sim.workload; print(sorted(m for m in sys.modules if m in ('torch', 'aiohttp', 'asyncio')))"
-    )
+    program = "import sys, umbp.layout, umbp.sim.workload; print(sorted(m for m in sys.modules if m in ('torch', 'aiohttp', 'asyncio')))"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, check=True, text=True)
     assert found.stdout.strip() == "[]"

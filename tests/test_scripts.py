@@ -16,9 +16,7 @@ VERBS = [ROOT / "scripts" / name for name in ("run", "test", "check", "demo_grou
 
 def bash(command: str, *, cwd: Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
     environ = dict(os.environ, PATH=path or os.environ["PATH"])
-    return subprocess.run(
-        ["/bin/bash", "-c", command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
-    )
+    return subprocess.run(["/bin/bash", "-c", command], cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.mark.parametrize("script", [*VERBS, ROOT / "scripts" / "env"], ids=lambda path: path.name)
@@ -39,9 +37,7 @@ def test_no_script_installs_torch_unasked() -> None:
         for number, line in enumerate(lines):
             if "install" in line and "torch==" in line:
                 assert any("UMBP_WITH_TORCH" in before and "! has" in before for before in lines[number - 3 : number])
-    assert "torch" not in " ".join(
-        line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.strip().startswith('"torch')
-    )
+    assert "torch" not in " ".join(line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.strip().startswith('"torch'))
 
 
 def checkout(tmp_path: Path) -> Path:

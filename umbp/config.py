@@ -152,9 +152,7 @@ def _numa(text: str, field: str) -> str:
     raise ConfigError(f"{quoted(text)} is none of auto, off, interleave or the number of a node", field=field, example="auto")
 
 
-_pool_name = _matching(
-    r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "a name of 1 to 64 letters, digits, dots, dashes, underscores", "node7-a"
-)
+_pool_name = _matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "a name of 1 to 64 letters, digits, dots, dashes, underscores", "node7-a")
 _policy_name = _matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "the name of a policy", "lru")
 
 
@@ -173,9 +171,7 @@ class PoolConfig:
 
     name: str = _option("Pool", _pool_name, "default", "node7-a", "name of the pool; one live pool of a name")
     config: str = _option("Pool", _path, "", "/etc/umbp/pool.toml", "TOML file with any of these options")
-    dram: int | None = _option(
-        "Memory", _or_auto(parse_size), "auto", "64GiB", "size of the DRAM slice; auto: what fits the machine"
-    )
+    dram: int | None = _option("Memory", _or_auto(parse_size), "auto", "64GiB", "size of the DRAM slice; auto: what fits the machine")
     shm_dir: str = _option("Memory", _path, "/dev/shm", "/dev/shm", "folder (a tmpfs) of the shared segment")
     keys_max: int | None = _option("Memory", _or_auto(_count(1, 1 << 32)), "auto", "1000000", "keys the index holds; auto: by size")
     hugepages: str = _option("Memory", _choice("auto", "off", "on"), "auto", "auto", "2 MiB pages: auto, off, on")
@@ -197,9 +193,7 @@ class PoolConfig:
     sessions_max: int = _option("Limits", _count(1, 65535), "1024", "1024", "clients at a time")
     namespaces_max: int = _option("Limits", _count(1, 65535), "1024", "1024", "namespaces")
     on_exit: str = _option("Lifetime", _choice("keep", "release"), "keep", "keep", "the segment after a clean stop: keep, release")
-    reclaim_after: float = _option(
-        "Lifetime", parse_duration, "0s", "1h", "age at which segments of dead pools are removed at start"
-    )
+    reclaim_after: float = _option("Lifetime", parse_duration, "0s", "1h", "age at which segments of dead pools are removed at start")
     log_level: str = _option("Logging", _choice("debug", "info", "warning", "error"), "info", "info", "debug, info, warning, error")
     log_format: str = _option("Logging", _choice("text", "json"), "text", "json", "text or json lines")
     warnings: tuple[str, ...] = ()  # what was odd but no error; for the log and /readyz

@@ -83,9 +83,9 @@ def configuration(environ: Mapping[str, str]) -> tuple[list[Finding], PoolConfig
         config = load_pool_config([], environ)
     except ConfigError as error:
         kept = {name: value for name, value in environ.items() if name in ("UMBP_RUNTIME_DIR", "XDG_RUNTIME_DIR")}
-        return [
-            Finding("configuration", "bad", str(error), "correct or unset it; a pool does not start like this")
-        ], load_pool_config([], kept)
+        return [Finding("configuration", "bad", str(error), "correct or unset it; a pool does not start like this")], load_pool_config(
+            [], kept
+        )
     odd = [Finding("configuration", "warn", line, "correct its name or unset it") for line in config.warnings]
     return odd or [Finding("configuration", "ok", f"pool {config.name!r} at {config.socket}")], config
 
@@ -102,9 +102,7 @@ def python(world: World) -> list[Finding]:
     if missing:
         findings.append(Finding("packages", "bad", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}"))
     else:
-        findings.append(
-            Finding("packages", "ok", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("uvloop", "numpy")))
-        )
+        findings.append(Finding("packages", "ok", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("uvloop", "numpy"))))
     return findings
 
 
@@ -151,11 +149,7 @@ def judge_shared_memory(folder: str, kind: str, *, size: int, free: int, writabl
     found = f"{folder} ({kind or 'unknown'}): {format_size(size)}, {format_size(free)} free"
     more = "docker run --shm-size=64g (or --ipc=host); Kubernetes: mount an emptyDir of medium Memory there"
     if not writable:
-        return [
-            Finding(
-                "shared memory", "bad", f"{found}, not writable", "run the pool as a user who may write there, or set --shm-dir"
-            )
-        ]
+        return [Finding("shared memory", "bad", f"{found}, not writable", "run the pool as a user who may write there, or set --shm-dir")]
     if wanted is not None and wanted > free:
         return [Finding("shared memory", "bad", f"{found}; {format_size(wanted)} asked for", f"a smaller --dram, or {more}")]
     if size <= CONTAINER_SHM_BYTES:
@@ -187,11 +181,7 @@ def memory(world: World) -> list[Finding]:
     if wanted is not None:
         room = probed.available if left is None else min(probed.available, left)
         if wanted > room + held_bytes(world.config):
-            return [
-                Finding(
-                    "memory", "bad", f"{found}; {format_size(wanted)} asked for", "a smaller --dram, or a larger --memory limit"
-                )
-            ]
+            return [Finding("memory", "bad", f"{found}; {format_size(wanted)} asked for", "a smaller --dram, or a larger --memory limit")]
         return [Finding("memory", "ok", found)]
     try:
         fits = fit_dram(probed.available, probed.shm_free, left)
@@ -263,9 +253,7 @@ def accelerator(world: World) -> list[Finding]:
         return [Finding("gpu", "warn", f"{', '.join(closed)} cannot be opened", advice)]
     if importlib.util.find_spec("torch") is None:
         if devices:
-            return [
-                Finding("torch", "warn", "not installed, but a GPU is there", "install the build of torch that your engine uses")
-            ]
+            return [Finding("torch", "warn", "not installed, but a GPU is there", "install the build of torch that your engine uses")]
         return [Finding("torch", "info", "not installed; the pool does not need it"), Finding("gpu", "info", "none found")]
     has_triton = importlib.util.find_spec("triton") is not None
     triton = importlib.metadata.version("triton") if has_triton else "not installed"
@@ -296,14 +284,10 @@ def ask_torch(seconds_max: float = TORCH_SECONDS_MAX) -> dict[str, object] | str
 def judge_torch(answer: dict[str, object] | str, *, gpu_expected: bool) -> list[Finding]:
     """The verdict on what `ask_torch` brought."""
     if isinstance(answer, str):
-        return [
-            Finding("torch", "bad", f"cannot be imported: {answer}", "repair the installation of torch; the pool runs without it")
-        ]
+        return [Finding("torch", "bad", f"cannot be imported: {answer}", "repair the installation of torch; the pool runs without it")]
     findings = [Finding("torch", "ok", str(answer["version"]))]
     if not answer["count"]:
-        advice = (
-            "install the torch build for this GPU (ROCm or CUDA); the loader copies on the CPU until then" if gpu_expected else ""
-        )
+        advice = "install the torch build for this GPU (ROCm or CUDA); the loader copies on the CPU until then" if gpu_expected else ""
         return [*findings, Finding("gpu", "warn" if gpu_expected else "info", "torch sees none", advice)]
     found = f"{answer['count']} x {answer['name']} ({answer['arch']})"
     if not answer["peers"]:
@@ -369,9 +353,7 @@ def sockets(world: World) -> list[Finding]:
     for path in there:
         answers = connects(str(path))
         advice = "" if answers else "its pool is dead or stopped; the next pool of that name takes the place"
-        findings.append(
-            Finding("socket", "ok" if answers else "warn", f"{path} {'answers' if answers else 'does not answer'}", advice)
-        )
+        findings.append(Finding("socket", "ok" if answers else "warn", f"{path} {'answers' if answers else 'does not answer'}", advice))
     return findings
 
 
