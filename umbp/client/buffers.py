@@ -53,7 +53,7 @@ class Rows:
             for at, row in enumerate(rows.tolist()):
                 copy(slice(at, at + 1), self._list[row].reshape(1, -1))
             return
-        cuts = np.r_[0, np.flatnonzero(np.diff(rows) != 1) + 1, len(rows)].tolist()
+        cuts = [0, *(np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist(), len(rows)]
         for low, high in pairwise(cuts):
             if high > low:
                 start = int(rows[low])

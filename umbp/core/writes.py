@@ -82,6 +82,11 @@ class Writes:
         assert len(filled) == len(made.ids)
         self._drop(made)
         status = np.full(len(filled), WriteStatus.STORED, np.uint8)
+        if not made.expired and made.account.number == made.namespace and filled.all():  # nearly always
+            shown = self.objects.publish(now, made.ids, sums, made.parents, made.fingerprints)
+            status[~shown] = WriteStatus.KEY_LIMIT
+            self.objects.abandon(made.ids[~shown])
+            return status
         if made.expired:
             status[:] = WriteStatus.EXPIRED
         elif made.account.number != made.namespace:

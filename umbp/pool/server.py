@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ import time
 from typing import Any, Literal
 
 import msgspec
+import numpy.ma  # noqa: F401 - `np.unique` imports it at its first call: 20 ms in the middle of somebody's request
 from aiohttp import web
 
 from umbp.config import PoolConfig
@@ -160,6 +162,8 @@ class PoolServer:
             self._build(slice_)
             self._http = await self._runner(make_app(self))
             door = await loop.create_unix_server(self._front_door, sock=unix, backlog=BACKLOG)
+            gc.collect()
+            gc.freeze()  # what was made until here stays: a later collection need not walk through it while clients wait
             self.state = "ready"
             self.segment.words[segments.H_STATE] = segments.SERVING
             self._say_ready()
