@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import json
 import multiprocessing
 import os
@@ -363,6 +365,32 @@ def test_a_file_system_that_filled_up_before_the_header_is_an_error_and_no_signa
     with pytest.raises(OutOfMemory, match="header"):
         create(small, "a", GEOMETRY, boot=1, seed=1)
     assert os.listdir(small) == ["other"]
+
+
+def test_a_full_file_system_takes_no_note_of_the_owner_and_still_locks(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    lock = OwnerLock(folder, "a")
+    monkeypatch.undo()
+    monkeypatch.setattr(segment, "LOCK_SECONDS_MAX", 0.0)
+    with pytest.raises(Conflict, match="process unknown"):
+        OwnerLock(folder, "a")
+    lock.close()
+
+
+def test_a_segment_keeps_no_descriptor_that_outlives_its_mapping(folder: str) -> None:
+    path = make(folder)
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        found = attach(path, owner=False)
+        assert found.is_at(path)
+        assert not found.is_at(path + "x")
+        del found
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_pages_are_there_after_populate_and_progress_adds_up(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

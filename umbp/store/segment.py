@@ -102,8 +102,9 @@ class OwnerLock:
                 raise Conflict(f"a pool named {name!r} is alive (process {owner or 'unknown'})", field="name", example="--name second")
             time.sleep(0.01)  # another starting pool may just be looking whether this one is dead
         self._fd = fd
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full file system: the number is for people, the lock is what counts
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def close(self, *, remove: bool = False) -> None:
         """Let go; with ``remove`` the file goes too."""
@@ -166,7 +167,7 @@ class Segment:
         self.geometry = geometry
         self.head = head
         self.data = data
-        self._fd = fd
+        self._identity = _identity(os.fstat(fd))  # the mapping keeps the file, and with it these numbers
         self.words: U64 = head.array[:TEXT_AT].view(np.uint64)
         self.namespaces = self._section("namespaces").reshape(-1, NAMESPACE_WORDS)
         self.sessions = self._section("sessions").reshape(-1, SESSION_WORDS)
@@ -193,10 +194,9 @@ class Segment:
     def is_at(self, path: str) -> bool:
         """Whether this is the file that is at ``path`` now."""
         try:
-            there, here = os.stat(path), os.fstat(self._fd)
+            return _identity(os.stat(path)) == self._identity
         except FileNotFoundError:
             return False
-        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
     def reader(self) -> IndexReader:
         """The index, to read."""
@@ -208,12 +208,15 @@ class Segment:
         return IndexWriter(self.buckets, self.entries, moves, int(self.words[H_SEED]), counter)
 
     def close(self) -> None:
-        """Unmap (views handed out keep their part alive) and close the file."""
+        """Unmap; views handed out keep their part alive."""
         for name in ("words", "namespaces", "sessions", "buckets", "entries"):
             delattr(self, name)
         self.head.close()
         self.data.close()
-        os.close(self._fd)
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
 
 
 def _map(path: str, fd: int, geometry: Geometry, *, owner: bool) -> Segment:
@@ -246,9 +249,10 @@ def create(directory: str, name: str, geometry: Geometry, *, boot: int, seed: in
         _have_header(fd, directory)
         segment = _map(path, fd, geometry, owner=True)
     except BaseException:
-        os.close(fd)
         os.unlink(path)
         raise
+    finally:
+        os.close(fd)
     text = json.dumps({"format": FORMAT, "name": name, "geometry": asdict(geometry), "sections": geometry.sections()}).encode()
     words = segment.words
     words[H_STATE], words[H_BOOT], words[H_SEED] = BUILDING, boot, seed
@@ -292,9 +296,8 @@ def attach(path: str, *, owner: bool) -> Segment:
         if zlib.crc32(text) != int(words[H_TEXT_CRC]):
             raise SegmentError(f"{path}: the header's text does not match its checksum")
         return _map(path, fd, _described(path, text, size), owner=owner)
-    except BaseException:
+    finally:
         os.close(fd)
-        raise
 
 
 def _described(path: str, text: bytes, size: int) -> Geometry:
