@@ -110,6 +110,49 @@ class Connection:
         self._socket.close()
 
 
+class Waker:
+    """A pipe that ends another thread's `select`. It is closed once, at the latest with its last holder, and then does nothing:
+    its descriptors may be somebody else's by then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.read_fd = self._write_fd = -1
+        self.read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        os.set_blocking(self._write_fd, False)  # a full pipe wakes as well
+
+    def wake(self) -> None:
+        """Let the thread look."""
+        with self._lock:
+            if self._write_fd >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._write_fd, b"x")
+
+    def clear(self) -> None:
+        """It has looked."""
+        with self._lock:
+            if self.read_fd >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self.read_fd, 65536)
+
+    def close(self) -> None:
+        """At once; does nothing the second time."""
+        with self._lock:
+            fds, self.read_fd, self._write_fd = (self.read_fd, self._write_fd), -1, -1
+            for fd in fds:
+                if fd >= 0:
+                    os.close(fd)
+
+    def forked(self) -> None:
+        """In the child of a fork: our copies of the descriptors go, whoever held the lock."""
+        self._lock = threading.Lock()
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class Pool:
     """One client of a node's pool. Made by `connect`; `close` it, or use it in a ``with``."""
 
@@ -117,7 +160,7 @@ class Pool:
         self._link = Link(address, client)
         self._connection: Connection | None = None
         self._lock = threading.RLock()
-        self._wake_read, self._wake_write = os.pipe()
+        self._waker = Waker()
         self._stop = False
         self._thread: threading.Thread | None = None
         self._connect()
@@ -174,7 +217,7 @@ class Pool:
             return
         self._link.closed = True
         self._stop = True
-        self._wake()
+        self._waker.wake()
         if self._thread and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_SECONDS_MAX)
         got = self._lock.acquire(timeout=CLOSE_SECONDS_MAX)
@@ -190,8 +233,7 @@ class Pool:
             if got:
                 self._lock.release()
         self._link.unmap()
-        for fd in (self._wake_read, self._wake_write):
-            os.close(fd)
+        self._waker.close()
         _pools.discard(self)
 
     # -- for operations ----------------------------------------------------------------------------------------------------------------
@@ -211,7 +253,7 @@ class Pool:
                 # Refused: the reply was read. Anything else (a signal's exception too) leaves a reply on its way that is nobody's.
                 if not isinstance(error, UmbpError) or isinstance(error, Unavailable | ProtocolError):
                     self._down()
-                    self._wake()
+                    self._waker.wake()
                 raise
         finally:
             self._lock.release()
@@ -223,7 +265,7 @@ class Pool:
                 self._connected().send(call)
             except BaseException:
                 self._down()
-                self._wake()
+                self._waker.wake()
                 raise
 
     def _connected(self) -> Connection:
@@ -242,7 +284,7 @@ class Pool:
     def noted(self) -> None:
         """There may be notes to send."""
         if self._link.notes_kept() == 1 or self._link.notes_due():
-            self._wake()
+            self._waker.wake()
 
     # -- the background ----------------------------------------------------------------------------------------------------------------
 
@@ -255,10 +297,6 @@ class Pool:
                             self._connect()
                     self._thread = threading.Thread(target=_background, args=(weakref.ref(self),), name="umbp-client", daemon=True)
                     self._thread.start()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self._wake_write, b"x")
 
     def _connect(self) -> None:
         connection = Connection(self._link.address)
@@ -310,9 +348,8 @@ class Pool:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        for fd in (self._wake_read, self._wake_write):
-            os.close(fd)
-        self._wake_read, self._wake_write = os.pipe()
+        self._waker.forked()
+        self._waker = Waker()
 
 
 def _background(reference: weakref.ref[Pool]) -> None:
@@ -323,18 +360,18 @@ def _background(reference: weakref.ref[Pool]) -> None:
         if pool is None or pool._stop:
             return
         wait, backoff = pool._round(backoff)
-        poll = select.poll()
-        poll.register(pool._wake_read, select.POLLIN)
-        connection = pool._connection
-        if connection is not None and connection.fileno() >= 0:
-            poll.register(connection.fileno(), select.POLLRDHUP)
-        wake = pool._wake_read
+        waker, connection = pool._waker, pool._connection
+        socket_fd = connection.fileno() if connection is not None else -1  # asked once: another thread may be closing it
         del pool, connection
+        poll = select.poll()
+        for fd, what in ((waker.read_fd, select.POLLIN), (socket_fd, select.POLLRDHUP)):
+            if fd >= 0:
+                poll.register(fd, what)
         events = poll.poll(max(1, int(min(wait, 10.0) * 1000)))
-        if any(fd == wake for fd, _ in events):
-            with contextlib.suppress(OSError):
-                os.read(wake, 4096)
+        if any(fd == waker.read_fd for fd, _ in events):
+            waker.clear()
             time.sleep(NOTE_SECONDS)  # a note waits for others
+        del waker
 
 
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
