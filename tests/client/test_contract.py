@@ -188,6 +188,21 @@ async def test_history_reaches_the_pool_as_one_note_a_request(space: Any, pool: 
     assert now["hits"] - before["hits"] == 2
 
 
+async def test_history_is_of_the_keys_as_they_were_asked_for(space: Any, pool: Any) -> None:
+    await asyncio.sleep(0.2)
+    before = (await pool.status())["counters"]["noted_requests"]
+    keys = np.empty((3, 32), np.uint8)
+    for number in range(10, 15):  # an engine fills the same array for each request
+        keys[:] = keys_of(number, number + 1, number + 2)
+        await space.lookup(keys)
+    keys[:] = 0
+
+    async def noted() -> bool:
+        return bool((await pool.status())["counters"]["noted_requests"] - before == 5)
+
+    await until(noted)
+
+
 async def test_any_number_of_callers_at_a_time(space: Any) -> None:
     async def one(number: int) -> None:
         out = buffer(1)

@@ -250,7 +250,7 @@ class Link:
                 last_row, last, last_conversation = self._notes[-1]
                 if (row, conversation) == (last_row, last_conversation) and np.array_equal(keys, last):
                     return
-            self._notes.append((row, keys, conversation))
+            self._notes.append((row, keys.copy(), conversation))  # the caller may put the next request's keys into the same array
             self._note_bytes += keys.nbytes
             while len(self._notes) > NOTES_MAX or (self._note_bytes > NOTE_BYTES_MAX and len(self._notes) > 1):
                 self._note_bytes -= self._notes.popleft()[1].nbytes
