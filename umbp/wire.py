@@ -48,11 +48,15 @@ class Message(msgspec.Struct, frozen=True, tag_field="op", forbid_unknown_fields
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message. ``previous`` is the session that this client had before its connection was lost, or 0."""
+    """First message. ``previous`` is the session that this client had before its connection was lost, or 0.
+
+    ``holder``: the number that the client locks in the segment's file for as long as it has it mapped (`umbp.store.segment.held`).
+    """
 
     version: int
     client: Text
     previous: Number = 0
+    holder: Annotated[int, msgspec.Meta(ge=0, lt=1 << 61)] = 0
 
 
 class OpenNamespace(Message, frozen=True, tag="namespace"):

@@ -21,6 +21,7 @@ Notes (which keys were asked for) are kept here until they are sent, bounded; th
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Generator
@@ -100,6 +101,7 @@ class Link:
     def __init__(self, address: str, client: str) -> None:
         self.address = address
         self.client = client
+        self._holder = _new_holder()
         self.up = False
         self.closed = False
         self.welcome: wire.Welcome | None = None
@@ -140,7 +142,7 @@ class Link:
 
     def open_steps(self) -> Operation[None]:
         """What to do on a fresh connection."""
-        reply, _ = yield Call(wire.Hello(wire.VERSION, self.client, self.session))
+        reply, _ = yield Call(wire.Hello(wire.VERSION, self.client, self.session, self._holder))
         assert isinstance(reply, wire.Welcome)
         if self._map(reply):  # other memory: none of it was ever reserved by us, and its rows are not those of our notes
             self.owed.clear()
@@ -213,6 +215,8 @@ class Link:
     def forked(self) -> None:
         """In the child of a fork: the parent's session, writes, leases and notes are not ours."""
         self._lock = threading.Lock()
+        self._holder = _new_holder()
+        self.segment = None  # mapped anew: the lock of the old mapping is the parent's
         self.up = False
         self.welcome = self.bond = None
         self.owed.clear()
@@ -300,7 +304,7 @@ class Link:
             self.segment.close()
             self.segment = None
         try:
-            found = segment.attach(path, owner=False)
+            found = segment.attach(path, owner=False, holder=self._holder)
         except (OSError, SegmentError) as error:
             raise Unavailable(
                 f"the pool's memory {path} cannot be mapped ({error}): share its folder with this container, or name it by UMBP_SHM_DIR"
@@ -316,6 +320,10 @@ class Link:
         if self.segment is not None:
             self.segment.close()
         self.segment = self.bond = None
+
+
+def _new_holder() -> int:
+    return secrets.randbits(60) + 1
 
 
 def _populate(found: Segment) -> None:

@@ -1,8 +1,9 @@
 """Who the clients are: sessions in the segment's table, the processes behind them, and when a process is gone.
 
 The kernel tells of a closed connection at once: leases end with it. It also tells when the process is gone (pidfd): only then, or when the
-client says so itself, is memory that it may still be writing given back. A process that this one cannot see (another pid namespace)
-counts as gone when its connection closes: the kernel takes a dying process's memory away before it closes its files.
+client says so itself, is memory that it may still be writing given back. For a process that this one cannot see (another pid namespace) it
+is the lock that the process holds on the segment's file by having it mapped: that can be asked for at any time, and is looked at every
+tick while something waits for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from umbp.core.pool import Pool
 from umbp.errors import InvalidRequest, LimitReached
 from umbp.pool.meetings import Meetings
-from umbp.store.segment import Segment
+from umbp.store.segment import Segment, held
 from umbp.types import I64, U64
 
 log = logging.getLogger("umbp.pool.owners")
@@ -41,7 +42,10 @@ class Server(Protocol):
 
 @dataclass(slots=True)
 class Owner:
-    """A session in the segment's table, and the process behind it. ``pidfd`` is -1 where the process cannot be watched."""
+    """A session in the segment's table, and the process behind it. ``pidfd`` is -1 where the process cannot be watched.
+
+    ``holder`` is the client's number in `umbp.store.segment.held`: what tells of a process that this one cannot see.
+    """
 
     session: int
     row: int
@@ -49,6 +53,7 @@ class Owner:
     started: int
     client: str
     opened: float
+    holder: int = 0
     pidfd: int = -1
     connected: bool = True
 
@@ -74,13 +79,13 @@ class Owners:
     def __repr__(self) -> str:
         return f"<Owners {len(self.by_session)} of {self.sessions_max}>"
 
-    def open(self, pid: int, client: str, session: int) -> Owner:
+    def open(self, pid: int, client: str, session: int, holder: int) -> Owner:
         """A new session of a process. LimitReached if there are too many."""
         if len(self.by_session) >= self.sessions_max or not self._free_rows:
             raise LimitReached(f"{len(self.by_session)} clients are connected, which is the limit", field="sessions_max")
         row = self._free_rows.pop()
-        owner = Owner(session, row, pid, process_started(pid), client, self.server.now())
-        self.server.segment.sessions[row, :4] = (session, pid, owner.started, 0)
+        owner = Owner(session, row, pid, process_started(pid), client, self.server.now(), holder)
+        self.server.segment.sessions[row, :4] = (session, pid, owner.started, holder)
         self._watch(owner)
         self.by_session[session] = owner
         return owner
@@ -89,13 +94,14 @@ class Owners:
         """Sessions of a former boot that left unfinished writes. Rows of the others are freed."""
         table = self.server.segment.sessions
         for row in np.flatnonzero(table[:, 0]).tolist():
-            session, pid, started = (int(word) for word in table[row, :3])
-            if sessions.pop(session, 0) and pid and process_started(pid) == started:
-                owner = Owner(session, row, pid, started, "before the restart", self.server.now(), connected=False)
+            session, pid, started, holder = (int(word) for word in table[row, :4])
+            owner = Owner(session, row, pid, started, "before the restart", self.server.now(), holder, connected=False)
+            alive = self._holds(owner) or self._seen(owner)
+            if sessions.pop(session, 0) and alive:
                 self.by_session[session] = owner
                 self._free_rows.remove(row)
                 self._watch(owner)
-                if owner.pidfd < 0:
+                if owner.pidfd < 0 and not self._holds(owner):
                     self._gone(owner)
             else:
                 table[row, 0] = 0
@@ -107,18 +113,35 @@ class Owners:
         """The connection closed; ``clean``: the client said before that it has let go of everything."""
         owner.connected = False
         self.server.meetings.session_ended(owner.session)
-        waiting = self.server.pool.connection_closed(owner.session, gone=clean or owner.pidfd < 0)
+        gone = clean or (owner.pidfd < 0 and not self._holds(owner))
+        waiting = self.server.pool.connection_closed(owner.session, gone=gone)
         if not waiting:
             self._forget(owner)
         self.server.wake()
 
-    def let_go(self, session: int, pid: int) -> None:
-        """A process says that it does not write for a former session any more."""
+    def let_go(self, session: int, speaker: Owner) -> None:
+        """A process says that it does not write for a former session any more. Known by its pid, or by its holder's number, a secret."""
         owner = self.by_session.get(session)
-        if owner is not None and owner.pid == pid and owner.started == process_started(pid):
+        if owner is None:
+            return
+        same = owner.pid == speaker.pid and owner.started == speaker.started if speaker.pid else owner.holder == speaker.holder > 0
+        if same:
             if owner.connected:
                 raise InvalidRequest(f"session {session} is still connected", field="session")
             self._gone(owner)
+
+    def sweep(self) -> None:
+        """Look after the owners that cannot be watched: whose mapping is gone, or who have let go, get no more time."""
+        for owner in [owner for owner in self.by_session.values() if owner.pidfd < 0 and not owner.connected]:
+            if not self._holds(owner):
+                self._gone(owner)
+
+    def _seen(self, owner: Owner) -> bool:
+        """Whether the process is there, and can be seen from here."""
+        return owner.pid > 0 and process_started(owner.pid) == owner.started
+
+    def _holds(self, owner: Owner) -> bool:
+        return owner.holder > 0 and held(self.server.segment.path, owner.holder)
 
     def close(self) -> None:
         """Stop watching."""
@@ -126,7 +149,7 @@ class Owners:
             self._unwatch(owner)
 
     def _watch(self, owner: Owner) -> None:
-        if owner.pid <= 0:
+        if not self._seen(owner):
             return
         try:
             owner.pidfd = os.pidfd_open(owner.pid)

@@ -240,6 +240,7 @@ class PoolServer:
     async def _housekeeping(self) -> None:
         while True:
             busy = self.pool.tick(self.now())
+            self.owners.sweep()
             if busy:
                 await asyncio.sleep(0)  # requests come in between two slices
                 continue

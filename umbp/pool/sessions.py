@@ -167,7 +167,7 @@ class Session(asyncio.Protocol):
             raise ProtocolError("hello twice")
         if message.version != wire.VERSION:
             raise ProtocolError(f"this pool speaks version {wire.VERSION} of the session protocol, the client {message.version}")
-        self.owner = self.owners.open(self.peer_pid(), message.client, self._next_session())
+        self.owner = self.owners.open(self.peer_pid(), message.client, self._next_session(), message.holder)
         if self._hello:
             self._hello.cancel()
         limits = self.server.pool.limits
@@ -276,7 +276,8 @@ class Session(asyncio.Protocol):
 
     def let_go(self, message: wire.LetGo, blob: wire.Blob, now: float) -> bytes:
         blob.end()
-        self.owners.let_go(message.session, self.peer_pid())
+        assert self.owner is not None
+        self.owners.let_go(message.session, self.owner)
         return wire.encode(wire.Numbers([]))
 
     def pin(self, message: wire.Pin, blob: wire.Blob, now: float) -> bytes:

@@ -26,6 +26,7 @@ import fcntl
 import hashlib
 import json
 import os
+import struct
 import time
 import zlib
 from dataclasses import asdict, dataclass
@@ -43,6 +44,7 @@ FORMAT = 1
 HEADER_BYTES = 4096
 TEXT_AT = 512
 LOCK_SECONDS_MAX = 0.5
+HOLDERS_AT = 1 << 62  # where the locks of holders begin, in a file that is never so long
 NAMESPACE_WORDS = 256  # 2 KiB: 8 words of numbers, 4 of digest, the rest text
 SESSION_WORDS = 8
 
@@ -276,8 +278,32 @@ def _have_header(fd: int, directory: str) -> None:
         ) from error
 
 
-def attach(path: str, *, owner: bool) -> Segment:
+def _flock(kind: int, holder: int) -> bytes:
+    """A `struct flock` for one byte, whose place is a number far beyond the file's end."""
+    return struct.pack("hh4xqqi4x", kind, os.SEEK_SET, HOLDERS_AT + holder, 1, 0)
+
+
+def held(path: str, holder: int) -> bool:
+    """Whether a process that mapped the segment with this holder's number may still write to it.
+
+    The lock belongs to the open file that the mapping refers to, so the kernel keeps it as long as any thread or child has the mapping, and
+    it can be seen from every pid namespace.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return False
+    try:
+        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _flock(fcntl.F_WRLCK, holder))
+        return int(struct.unpack("hh4xqqi4x", answer)[0]) != fcntl.F_UNLCK
+    finally:
+        os.close(fd)
+
+
+def attach(path: str, *, owner: bool, holder: int = 0) -> Segment:
     """Map an existing segment: its pool (``owner``) with the head writable, a client with the head read-only.
+
+    ``holder``: a number of the client's, by which `held` tells whether its mapping is still there.
 
     FileNotFoundError if there is none, SegmentError if it is not one or not of this format.
     """
@@ -295,6 +321,8 @@ def attach(path: str, *, owner: bool) -> Segment:
         text = raw[TEXT_AT : TEXT_AT + min(int(words[H_TEXT_BYTES]), HEADER_BYTES - TEXT_AT)]
         if zlib.crc32(text) != int(words[H_TEXT_CRC]):
             raise SegmentError(f"{path}: the header's text does not match its checksum")
+        if holder:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, holder))
         return _map(path, fd, _described(path, text, size), owner=owner)
     finally:
         os.close(fd)
