@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from umbp.config import PoolConfig
-from umbp.errors import ConfigError, SegmentError
+from umbp.errors import ConfigError, OutOfMemory, SegmentError
 from umbp.grammar import format_size
 from umbp.machine import auto_dram
 from umbp.store import memory, segment
@@ -28,6 +28,7 @@ log = logging.getLogger("umbp.pool.dram")
 
 ENTRY_FOR_BYTES = 16384  # automatic key limit: one entry for this many bytes of DRAM,
 ENTRIES_SMALL_MAX = 65536  # but one for every 4 KiB up to this many,
+KEPT_SECONDS = 3600.0  # a segment that a pool left in order is another's to reclaim after this, or when there is no room otherwise
 ENTRIES_MAX = 4 << 20  # and not more than this: 4 M entries are 0.4 GiB of index
 
 
@@ -68,7 +69,7 @@ def acquire(config: PoolConfig, progress: Callable[[int, int], None]) -> Dram:
         if found is None:
             dram = config.dram if config.dram is not None else auto_dram(config.shm_dir)
             geometry = Geometry(dram // 4096 * 4096, config.keys_max or automatic_entries(dram), config.namespaces_max, config.sessions_max)
-            found = segment.create(config.shm_dir, config.name, geometry, boot=_boot(0), seed=secrets.randbits(63))
+            found = _create(config, geometry)
         try:
             fallbacks += _place(config, found)
             _populate(config, found, progress)
@@ -95,15 +96,32 @@ def _check_platform() -> None:
         log.warning("%s: readers of the shared index rely on the load order of x86-64; verify reads here", platform.machine())
 
 
-def _reclaim(config: PoolConfig) -> None:
-    own = segment.file_stem(config.name)
+def _create(config: PoolConfig, geometry: Geometry) -> Segment:
+    """A new segment; where there is no room for it, what stopped pools have kept goes too."""
+    try:
+        return segment.create(config.shm_dir, config.name, geometry, boot=_boot(0), seed=secrets.randbits(63))
+    except OutOfMemory:
+        if not _reclaim(config, kept=True):
+            raise
+        return segment.create(config.shm_dir, config.name, geometry, boot=_boot(0), seed=secrets.randbits(63))
+
+
+def _reclaim(config: PoolConfig, *, kept: bool = False) -> int:
+    """Give back segments of dead pools of other names; those that were kept on purpose only after a time, or if ``kept``. Bytes freed."""
+    own, freed = segment.file_stem(config.name), 0
     for path in segment.leftovers(config.shm_dir):
         try:
             age = time.time() - path.with_suffix(".lock").stat().st_mtime
         except FileNotFoundError:
             age = 0.0
-        if path.stem != own and age >= config.reclaim_after:
-            log.warning("%s of a dead pool: %s given back", path, format_size(segment.reclaim(path)))
+        wait = config.reclaim_after
+        if segment.was_kept(path):
+            wait = 0.0 if kept else max(wait, KEPT_SECONDS)
+        if path.stem != own and age >= wait:
+            size = segment.reclaim(path)
+            log.warning("%s of a dead pool: %s given back", path, format_size(size))
+            freed += size
+    return freed
 
 
 def _attach(config: PoolConfig) -> Segment | None:

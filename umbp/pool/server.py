@@ -61,6 +61,10 @@ BACKLOG = 1024
 """Connections that may wait to be accepted: every client of a node may start at once."""
 
 
+class StoppedEarly(Exception):
+    """A signal came while memory was being faulted in."""
+
+
 class _Refusal(asyncio.Protocol):
     """For a connection too many: closed as it comes, so that idle strangers cannot use up the descriptors that clients need."""
 
@@ -141,6 +145,8 @@ class PoolServer:
             self.http = _bound(self.config.http, tcp)
             try:
                 await self._serve(unix, tcp)
+            except StoppedEarly:
+                log.info("stopped before it was ready; nothing is left of it")
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.socket)
@@ -285,6 +291,8 @@ class PoolServer:
 
     def _on_progress(self, done: int, total: int) -> None:
         """From the thread that faults memory in: a line for every tenth, where it takes long enough to wonder."""
+        if self._stop.is_set():
+            raise StoppedEarly
         before, self.progress = self.progress[0], (done, total)
         if total >= 1 << 30 and (done * 10 // total) != (before * 10 // total):
             print(f"umbp.pool memory {format_size(done)} of {format_size(total)}", file=sys.stderr, flush=True)

@@ -82,12 +82,15 @@ def populate(mapping: Mapping, *, write: bool, threads: int, progress: Callable[
             )
         return length
 
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="populate") as pool:
+    pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="populate")
+    try:
         done = 0
         for length in pool.map(one, starts):
             done += length
             if progress:
                 progress(done)
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error, or when `progress` raises to stop it: only what is being done now
 
 
 def numa_nodes(root: str = "/sys/devices/system/node") -> list[int]:

@@ -113,6 +113,8 @@ class OwnerLock:
         if remove:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path)
+        else:
+            os.utime(self._fd)  # since when nobody lives here
         os.close(self._fd)
 
 
@@ -142,6 +144,14 @@ def leftovers(directory: str) -> list[Path]:
                 os.close(fd)
                 found.append(path)
     return found
+
+
+def was_kept(path: Path) -> bool:
+    """Whether the pool of this leftover stopped in order, and so meant to find it again."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        words = np.frombuffer(file.read(TEXT_AT).ljust(TEXT_AT, b"\0"), np.uint64)
+        return int(words[H_MAGIC]) == MAGIC and int(words[H_STATE]) == STOPPED
+    return False
 
 
 def reclaim(path: Path) -> int:

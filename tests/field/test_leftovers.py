@@ -1,0 +1,76 @@
+"""What a pool leaves when it ends, and what the next one on the machine does with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+
+import umbp
+from tests.pools import PoolProcess
+from umbp.types import WriteStatus
+
+
+def put_some(pool: PoolProcess) -> None:
+    with umbp.connect(pool.socket) as client:
+        ns = client.namespace(model="m", page_tokens=64, layout=umbp.Layout.opaque(4096))
+        assert ns.put([bytes([n]) * 32 for n in range(50)], np.ones((50, 4096), np.uint8)).all(WriteStatus.STORED)
+
+
+def held(pool: PoolProcess) -> int:
+    with umbp.connect(pool.socket) as client:
+        ns = client.namespace(model="m", page_tokens=64, layout=umbp.Layout.opaque(4096))
+        return ns.prefix([bytes([n]) * 32 for n in range(50)])
+
+
+def beside(pool: PoolProcess, *options: str) -> PoolProcess:
+    """Another pool over the same folder of shared memory."""
+    other = PoolProcess(*options, dram="8MiB")
+    other.command[other.command.index("--shm-dir") + 1] = str(pool.shm_dir)
+    return other
+
+
+def test_memory_kept_on_purpose_is_not_the_next_pools_to_take() -> None:
+    with PoolProcess(dram="8MiB") as pool:
+        put_some(pool)
+        pool.stop()
+        with beside(pool):
+            pass
+        pool.restart()
+        assert held(pool) == 50
+
+
+def test_memory_of_a_killed_pool_is_reclaimed_by_the_next() -> None:
+    with PoolProcess(dram="8MiB") as pool:
+        put_some(pool)
+        pool.kill()
+        with beside(pool) as other:
+            assert len(list(Path(pool.shm_dir).glob("*.segment"))) == 1, other.log()
+        pool.restart()
+        assert held(pool) == 0
+
+
+def test_a_stop_while_memory_is_faulted_in_is_quick_and_leaves_nothing() -> None:
+    pool = PoolProcess("--prefault-threads", "1", dram="2GiB")
+    started = time.monotonic()
+    process = subprocess.Popen(pool.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        assert process.stderr is not None
+        while b"memory" not in (line := process.stderr.readline()) and line:
+            pass
+        process.send_signal(signal.SIGTERM)
+        said, log = process.communicate(timeout=20)
+        assert process.returncode == 0, log
+        assert said == b"", "it said that it was ready"
+        assert b"stopped before it was ready" in log
+        assert not list(Path(pool.shm_dir).glob("*.segment"))
+        assert not os.path.exists(pool.socket)
+        assert time.monotonic() - started < 20
+    finally:
+        process.kill()
+        process.wait()
+        pool._remove()
