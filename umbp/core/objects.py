@@ -79,6 +79,19 @@ class Account:
     refused: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class Counters:
+    """Monotonic counts since this boot."""
+
+    hits: int = 0
+    lookups: int = 0
+    notes: int = 0
+    removed: int = 0
+    corrupt: int = 0
+    flushes: int = 0
+    sums: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Parents:
     """The page before each of n pages: its entry id, -1 where it is not known, and its version then, 0 where it is of the same batch.

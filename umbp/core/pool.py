@@ -26,14 +26,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from umbp.core.allocator import Allocator
+from umbp.core.guard import guarded, guarded_admission
 from umbp.core.leases import Lease, Leases, Pin
 from umbp.core.limits import Limits
-from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Objects, Parents
+from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Counters, Objects, Parents
 from umbp.core.room import Room, Watermarks
 from umbp.core.scratch import Scratch
-from umbp.core.writes import Reservation, Writes
+from umbp.core.writes import Writes
 from umbp.errors import InvalidRequest, LimitReached, NotFound
-from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, Request, find
+from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, Request, build
 from umbp.store.index import W_PLACE, W_SUM, Found, IndexWriter, hashes, key_words, place_word
 from umbp.types import I64, U8, U64, Mask, WriteStatus
 
@@ -62,19 +63,6 @@ class NamespaceState:
     sessions: dict[int, None] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class Counters:
-    """Monotonic counts since this boot."""
-
-    hits: int = 0
-    lookups: int = 0
-    notes: int = 0
-    removed: int = 0
-    corrupt: int = 0
-    flushes: int = 0
-    sums: int = 0
-
-
 class Pool:
     """One node's pool.
 
@@ -88,8 +76,9 @@ class Pool:
         self.rows = rows
         self.limits = limits
         self.eviction, self.admission_name = eviction, admission
-        self.objects = Objects(table, Allocator(capacity_bytes), find(EVICTION, eviction)(len(table.entries)))
-        self.admission: AdmissionPolicy = find(ADMISSION, admission)(len(table.entries))
+        policy = build(EVICTION, eviction, len(table.entries))
+        self.objects = Objects(table, Allocator(capacity_bytes), guarded(policy, len(table.entries), self._oldest_first))
+        self.admission: AdmissionPolicy = guarded_admission(build(ADMISSION, admission, len(table.entries)))
         self.room = Room(self.objects, Watermarks(limits.watermark_high, limits.watermark_low))
         self.leases = Leases(
             self.objects,
@@ -138,7 +127,7 @@ class Pool:
         shown = self.table.rebuild(live)
         self.objects.hide(live[~shown], evicted=True)  # keys entered in another order may, once in a blue moon, not all find a slot
         live = live[shown]
-        self._tell_policy(now, self.objects.policy, live)
+        self._tell_policy(now, self.objects.policy)
         self._queue_sums(live[self.table.entries[live, W_SUM] == 0])
         orphans = np.flatnonzero(self.objects.state == ORPHAN)
         owner_of = self.table.entries[orphans, W_SUM].astype(np.int64)
@@ -161,9 +150,18 @@ class Pool:
         accounts[account.row] = account
         return account
 
-    def _tell_policy(self, now: float, policy: EvictionPolicy, live: I64) -> None:
+    def faults(self) -> list[str]:
+        """What policies of other packages did wrong."""
+        return [fault for policy in (self.objects.policy, self.admission) if (fault := getattr(policy, "fault", ""))]
+
+    def _oldest_first(self) -> I64:
+        """Live objects, the longest unused first."""
+        ids = self.objects.live_ids()
+        return ids[np.argsort(self.objects.accessed_at[ids], kind="stable")]
+
+    def _tell_policy(self, now: float, policy: EvictionPolicy) -> None:
         """Give a fresh policy all objects, the longest unused first."""
-        order = live[np.argsort(self.objects.accessed_at[live], kind="stable")]
+        order = self._oldest_first()
         rows = self.table.entries[order]
         prints = hashes(rows[:, :4], rows[:, 4] & np.uint64(0xFFFF_FFFF), self.table.seed)
         for start in range(0, len(order), 65536):
@@ -426,14 +424,14 @@ class Pool:
 
     def swap_eviction(self, now: float, name: str) -> None:
         """Another eviction policy from now on; it is given all objects, longest unused first."""
-        policy = find(EVICTION, name)(self.objects.capacity)
-        self._tell_policy(now, policy, self.objects.live_ids())  # first, so that one that cannot take it changes nothing
-        self.objects.install(policy)
+        policy = build(EVICTION, name, self.objects.capacity)
+        self._tell_policy(now, policy)  # first, so that one that cannot take it changes nothing
+        self.objects.install(guarded(policy, self.objects.capacity, self._oldest_first))
         self.eviction = name
 
     def swap_admission(self, name: str) -> None:
         """Another admission policy from now on."""
-        self.admission = find(ADMISSION, name)(self.objects.capacity)
+        self.admission = guarded_admission(build(ADMISSION, name, self.objects.capacity))
         self.admission_name = name
 
     # -- sessions and time -------------------------------------------------------------------------------------------------------------
@@ -489,4 +487,4 @@ class Pool:
         assert np.array_equal(reserved, self.table.reserved()), "reserved entries differ"
 
 
-__all__ = ["Counters", "Limits", "NamespaceState", "Pin", "Pool", "Reservation", "Reserved"]
+__all__ = ["Limits", "NamespaceState", "Pool"]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Protocol, TypeVar
 
-from umbp.errors import NotFound
+from umbp.errors import ConfigError, NotFound
 from umbp.types import I32, U64, Mask
 
 EVICTION = "eviction"
@@ -115,5 +115,17 @@ def find(kind: str, name: str) -> Any:
         return _registry[kind][name]
     for point in entry_points(group=f"umbp.policies.{kind}"):
         if point.name == name:
-            return point.load()
+            try:
+                return point.load()
+            except Exception as error:
+                raise ConfigError(f"the {kind} policy {name!r} cannot be loaded from {point.value}: {error!r}", field=kind) from error
     raise NotFound(f"no {kind} policy {name!r}; there are: {', '.join(names(kind))}", field=kind, example=names(kind)[0])
+
+
+def build(kind: str, name: str, capacity: int) -> Any:
+    """A policy by name, for this many entry ids. ConfigError if one of another package does not let itself be made."""
+    made = find(kind, name)
+    try:
+        return made(capacity)
+    except Exception as error:
+        raise ConfigError(f"the {kind} policy {name!r} cannot be made: {error!r}", field=kind) from error

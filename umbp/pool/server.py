@@ -82,7 +82,6 @@ class PoolServer:
         self.state: Literal["starting", "ready", "stopping"] = "starting"
         self.progress = (0, 0)
         self.warnings: list[str] = []
-        self.unhealthy: list[str] = []
         self.metrics = Metrics(lambda: readings(self))
         self.http = config.http
         self.socket = config.socket
@@ -116,6 +115,11 @@ class PoolServer:
     async def make_sums(self, ids: I64, versions: U64) -> U64:
         """Checksums now, for a reader that wants to verify what has none yet."""
         return await self.summer.make(ids, versions)
+
+    @property
+    def unhealthy(self) -> list[str]:
+        """What is wrong with this pool now, for ``/readyz``."""
+        return self.pool.faults() if self.state == "ready" else []
 
     @property
     def boot(self) -> int:
@@ -244,7 +248,11 @@ class PoolServer:
         slice_.close(release=self.config.on_exit == "release")
 
     async def _housekeeping(self) -> None:
+        said: list[str] = []
         while True:
+            if (faults := self.pool.faults()) != said:
+                said = faults
+                log.error("%s", "; ".join(faults) or "policies are well again")
             busy = self.pool.tick(self.now())
             self.owners.sweep()
             if busy:

@@ -1,0 +1,102 @@
+"""Policies of other packages: whatever they do, no memory is lost and the pool goes on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.core.world import World, keys_of, open_namespace, put, stored
+from umbp.policies import base
+
+
+class Foreign:
+    """Behaves until told otherwise."""
+
+    wrong = ""
+
+    def __init__(self, capacity: int) -> None:
+        self.live = np.zeros(capacity, bool)
+
+    def on_inserted(self, event) -> None:
+        if self.wrong == "on_inserted":
+            raise RuntimeError("oops")
+        self.live[event.ids] = True
+
+    def on_request(self, event) -> None:
+        if self.wrong == "on_request":
+            raise RuntimeError("oops")
+
+    def on_removed(self, ids, *, evicted: bool) -> None:
+        if self.wrong == "on_removed":
+            raise RuntimeError("oops")
+        self.live[ids] = False
+
+    def victims(self, eligible, count: int):
+        ids = np.flatnonzero(self.live).astype(np.int32)
+        ids = ids[eligible(ids)][:count]
+        match self.wrong:
+            case "raises":
+                raise RuntimeError("oops")
+            case "twice":
+                return np.repeat(ids, 2)
+            case "not live":
+                return np.flatnonzero(~self.live)[:count].astype(np.int32)
+            case "outside":
+                return ids + 10_000
+            case "not ids":
+                return "everything"
+        return ids
+
+
+class Picky:
+    """An admission policy that answers nonsense."""
+
+    def __init__(self, capacity: int) -> None:
+        pass
+
+    def on_request(self, event) -> None:
+        raise RuntimeError("oops")
+
+    def admit(self, now, fingerprints, *, fill):
+        return [1, 2, 3]
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both by name, for these tests only."""
+    monkeypatch.setitem(base._registry["eviction"], "foreign", Foreign)
+    monkeypatch.setitem(base._registry["admission"], "picky", Picky)
+
+
+@pytest.mark.parametrize("wrong", ["raises", "twice", "not live", "outside", "not ids", "on_inserted", "on_request", "on_removed"])
+def test_a_foreign_policy_that_fails_is_replaced_and_nothing_is_lost(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(64 * 1024, 64, eviction="foreign")
+    row = open_namespace(world.pool, "a", 4096)
+    assert put(world.pool, row, *range(16)) == ["stored"] * 16
+    assert world.pool.faults() == []
+    monkeypatch.setattr(Foreign, "wrong", wrong)
+    for n in range(16, 60):
+        world.pool.note(float(n), row, keys_of(n - 1))
+        assert put(world.pool, row, n, now=float(n)) == ["stored"]
+        assert stored(world.pool, row, n) == [True]
+        world.pool.tick(float(n))
+        world.pool.check()
+    (fault,) = world.pool.faults()
+    assert "Foreign" in fault
+    assert "lru took its place" in fault
+
+
+def test_a_foreign_policy_that_behaves_stays() -> None:
+    world = World(64 * 1024, 64, eviction="foreign")
+    row = open_namespace(world.pool, "a", 4096)
+    for n in range(60):
+        assert put(world.pool, row, n, now=float(n)) == ["stored"]
+    assert world.pool.faults() == []
+    world.pool.check()
+
+
+def test_an_admission_policy_that_fails_admits_everything() -> None:
+    world = World(64 * 1024, 64, admission="picky")
+    row = open_namespace(world.pool, "a", 4096)
+    assert put(world.pool, row, 1, 2) == ["stored"] * 2
+    assert "everything is admitted" in world.pool.faults()[0]

@@ -1,0 +1,122 @@
+"""A policy from another package, so that its faults are its own: nothing it does or answers can lose memory or stop the pool.
+
+Every answer of `victims` is held against what a policy may say: ids of this pool, none twice, all of them eligible. The first wrong answer
+or exception is its last: LRU takes its place, told of all live objects, and `fault` says why, which is in the log and in ``/readyz``.
+
+Cost: one more pass over the victims, some 10 us a call. Our own policies pass the contract test instead and are not wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from umbp.policies.base import AdmissionPolicy, Eligible, EvictionPolicy, Inserted, Request
+from umbp.policies.lru import Lru
+from umbp.types import I32, I64, U64, Mask
+
+
+class Guarded:
+    """Stands in for ``policy`` as long as it behaves. ``live`` gives the ids of all live objects, the longest unused first."""
+
+    def __init__(self, policy: EvictionPolicy, capacity: int, live: Callable[[], I64]) -> None:
+        self.policy = policy
+        self.fault = ""
+        self._capacity = capacity
+        self._live = live
+
+    def __repr__(self) -> str:
+        return f"<Guarded {self.policy!r}{', ' + self.fault if self.fault else ''}>"
+
+    def on_inserted(self, event: Inserted) -> None:
+        """Objects were committed."""
+        try:
+            self.policy.on_inserted(event)
+        except Exception as error:  # noqa: BLE001 - a foreign policy may raise anything
+            self._replace("on_inserted", error)
+
+    def on_request(self, event: Request) -> None:
+        """A client asked for these keys."""
+        try:
+            self.policy.on_request(event)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace("on_request", error)
+
+    def victims(self, eligible: Eligible, count: int) -> I32:
+        """What the policy offers, checked."""
+        try:
+            offered = np.asarray(self.policy.victims(eligible, count))
+            if offered.ndim != 1 or offered.dtype.kind not in "iu":
+                raise ValueError(f"victims are a flat array of ids, not {offered.dtype} of shape {offered.shape}")
+            ids: I32 = offered[:count].astype(np.int32)
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._capacity:
+                raise ValueError(f"ids from {ids.min()} to {ids.max()}, there are {self._capacity}")
+            if len(np.unique(ids)) != len(ids):
+                raise ValueError("an id is offered twice")
+            if not eligible(ids).all():
+                raise ValueError("ids are offered that are not eligible")
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace("victims", error)
+            return self.policy.victims(eligible, count)
+        return ids
+
+    def on_removed(self, ids: I32, *, evicted: bool) -> None:
+        """These are gone."""
+        try:
+            self.policy.on_removed(ids, evicted=evicted)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace("on_removed", error)
+
+    def _replace(self, call: str, error: Exception) -> None:
+        if self.fault:  # our own LRU: a fault of ours
+            raise error
+        self.fault = f"the eviction policy {type(self.policy).__name__} failed in {call} ({error!r}); lru took its place"
+        self.policy = Lru(self._capacity)
+        live = self._live().astype(np.int32)
+        self.policy.on_inserted(Inserted(0.0, live, np.full(len(live), -1, np.int32), np.zeros(len(live), np.uint64)))
+
+
+def guarded(policy: EvictionPolicy, capacity: int, live: Callable[[], I64]) -> EvictionPolicy:
+    """The policy itself if it is one of ours."""
+    ours = type(policy).__module__.startswith("umbp.policies.")
+    return policy if ours else Guarded(policy, capacity, live)
+
+
+class GuardedAdmission:
+    """The same for admission: after a fault everything is admitted."""
+
+    def __init__(self, policy: AdmissionPolicy) -> None:
+        self.policy = policy
+        self.fault = ""
+
+    def __repr__(self) -> str:
+        return f"<GuardedAdmission {self.policy!r}{', ' + self.fault if self.fault else ''}>"
+
+    def on_request(self, event: Request) -> None:
+        """A client asked for these keys."""
+        if not self.fault:
+            try:
+                self.policy.on_request(event)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up("on_request", error)
+
+    def admit(self, now: float, fingerprints: U64, *, fill: float) -> Mask:
+        """What the policy says, checked."""
+        if not self.fault:
+            try:
+                mask = np.asarray(self.policy.admit(now, fingerprints, fill=fill))
+                if mask.shape != fingerprints.shape or mask.dtype != np.bool_:
+                    raise ValueError(f"a bool for each of {len(fingerprints)} pages is wanted, not {mask.dtype} of shape {mask.shape}")
+                return mask
+            except Exception as error:  # noqa: BLE001 - as above
+                self._give_up("admit", error)
+        return np.ones(len(fingerprints), bool)
+
+    def _give_up(self, call: str, error: Exception) -> None:
+        self.fault = f"the admission policy {type(self.policy).__name__} failed in {call} ({error!r}); everything is admitted"
+
+
+def guarded_admission(policy: AdmissionPolicy) -> AdmissionPolicy:
+    """The policy itself if it is one of ours."""
+    return policy if type(policy).__module__.startswith("umbp.policies.") else GuardedAdmission(policy)
