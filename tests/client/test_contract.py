@@ -203,6 +203,24 @@ async def test_history_is_of_the_keys_as_they_were_asked_for(space: Any, pool: A
     await until(noted)
 
 
+async def test_pages_written_in_place_are_stored(space: Any) -> None:
+    def fill(which: np.ndarray, data: np.ndarray, offsets: np.ndarray) -> None:
+        for item, offset in zip(which.tolist(), offsets.tolist(), strict=True):
+            data[offset : offset + SIZE] = 10 + item
+
+    status = await space.fill(keys_of(3, 4, 5), fill)
+    assert status == [WriteStatus.EXISTS, WriteStatus.STORED, WriteStatus.STORED]
+    out = buffer(2)
+    assert (await space.get(keys_of(4, 5), out)).all(ReadStatus.HIT)
+    assert (out == [[11], [12]]).all()
+
+
+async def test_unknown_field_of_a_namespace_is_named(pool: Any) -> None:
+    with pytest.raises(umbp.InvalidRequest, match=r"flavour.*adapter"):
+        await pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE), flavour="vanilla")
+    assert pool.connected
+
+
 async def test_any_number_of_callers_at_a_time(space: Any) -> None:
     async def one(number: int) -> None:
         out = buffer(1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -17,12 +18,14 @@ from umbp import wire
 from umbp.client.address import socket_path
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
-from umbp.client.operations import Operations
+from umbp.client.operations import Fill, Operations
 from umbp.client.steps import Call, Operation, Send, T, drive
 from umbp.client.sync import CLOSE_SECONDS_MAX, CONNECT_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
 from umbp.types import Mask, Statuses
+
+log = logging.getLogger("umbp.client")
 
 
 class AsyncConnection:
@@ -113,9 +116,20 @@ class AsyncPool:
         """Whether the pool can be asked now."""
         return self._link.ready()
 
+    @property
+    def boot(self) -> int:
+        """Boot id of the pool that this client is, or was last, connected to."""
+        return self._link.welcome.boot if self._link.welcome else 0
+
+    async def flush_notes(self) -> None:
+        """Send the access history kept so far now, instead of within 50 ms."""
+        if self._connection is not None and (call := self._link.take_notes()) is not None:
+            with contextlib.suppress(Unavailable):
+                await self._connection.send(call)
+
     async def namespace(self, *, model: str, page_tokens: int, layout: Any, **identity: Any) -> AsyncNamespace:
         """As `umbp.client.sync.Pool.namespace`."""
-        opened = self._link.opened(Identity(model=model, page_tokens=page_tokens, layout=layout, **identity))
+        opened = self._link.opened({"model": model, "page_tokens": page_tokens, "layout": layout, **identity})
         if opened not in self._link.namespaces:
             await drive(self._link.open_namespace(opened), self)
             self._link.namespaces.append(opened)
@@ -216,7 +230,9 @@ class AsyncPool:
                 if self._connection is not None and (call := link.take_notes()) is not None:
                     await self._connection.send(call)
                 backoff = RETRY_SECONDS[0]
-            except (UmbpError, OSError):
+            except Exception as error:
+                if not isinstance(error, UmbpError | OSError):
+                    log.exception("the client's background failed; it goes on")
                 self._down()
                 wait, backoff = backoff, min(backoff * 2, RETRY_SECONDS[1])
             await asyncio.sleep(wait)
@@ -245,6 +261,10 @@ class AsyncNamespace:
     async def put(self, keys: Any, values: Any, *, parent: bytes | None = None) -> Statuses:
         """Store pages: one `WriteStatus` an item."""
         return await self._pool.run(self._operations.put(keys, values, parent))
+
+    async def fill(self, keys: Any, fill: Fill, *, parent: bytes | None = None) -> Statuses:
+        """As `put`, for a caller that writes the pages in place; ``fill`` runs in a thread where there is much to write."""
+        return await self._pool.run(self._operations.fill(keys, fill, parent))
 
     async def get(self, keys: Any, out: Any, *, verify: str = "never") -> Statuses:
         """Copy pages into ``out``: one `ReadStatus` an item."""

@@ -20,6 +20,7 @@ Notes (which keys were asked for) are kept here until they are sent, bounded; th
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import secrets
 import threading
@@ -33,7 +34,7 @@ import numpy as np
 
 from umbp import wire
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
-from umbp.errors import SegmentError, Unavailable
+from umbp.errors import InvalidRequest, SegmentError, Unavailable
 from umbp.layout import Namespace
 from umbp.store import memory, segment
 from umbp.store.index import Found, IndexReader
@@ -167,8 +168,13 @@ class Link:
         reply, _ = yield Call(wire.OpenNamespace(opened.identity.to_dict()))
         opened.row = reply.row
 
-    def opened(self, identity: Namespace) -> Opened:
-        """The entry of this namespace, so that opening one again and again adds none."""
+    def opened(self, fields: dict[str, Any]) -> Opened:
+        """The entry of the namespace with these fields, so that opening one again and again adds none. InvalidRequest names a wrong one."""
+        try:
+            identity = Namespace(**fields)
+        except TypeError as error:
+            known = ", ".join(field.name for field in dataclasses.fields(Namespace))
+            raise InvalidRequest(f"{error}; the fields are {known}", field="namespace") from None
         return next((opened for opened in self.namespaces if opened.identity == identity), Opened(identity))
 
     def number_of(self, bond: Bond, opened: Opened) -> int:

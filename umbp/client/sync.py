@@ -8,6 +8,7 @@ a connection of its own at its first use.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import select
 import socket
@@ -27,6 +28,7 @@ from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable,
 from umbp.layout import Namespace as Identity
 from umbp.types import Mask, Statuses
 
+log = logging.getLogger("umbp.client")
 CONNECT_SECONDS_MAX = 2.0
 NOTE_SECONDS = 0.05  # a note waits this long for others
 RETRY_SECONDS = (0.05, 1.0)  # between attempts to connect again: first, longest
@@ -190,7 +192,7 @@ class Pool:
         """A namespace of the pool, made if it is new: see `umbp.layout.Namespace` for the fields. Any field that differs is another."""
         self._start()
         with self._lock:
-            opened = self._link.opened(Identity(model=model, page_tokens=page_tokens, layout=layout, **identity))
+            opened = self._link.opened({"model": model, "page_tokens": page_tokens, "layout": layout, **identity})
             if opened not in self._link.namespaces:
                 run(self._link.open_namespace(opened), self)
                 self._link.namespaces.append(opened)
@@ -335,7 +337,9 @@ class Pool:
                     reply, _ = self.call(Call(wire.Renew([lease.number for lease in due])))
                     link.renewed(due, reply.numbers, asked)
                 self._send_notes()
-            except (UmbpError, OSError):
+            except Exception as error:
+                if not isinstance(error, UmbpError | OSError):
+                    log.exception("the client's background failed; it goes on")
                 self._down()
                 return backoff, min(backoff * 2, RETRY_SECONDS[1])
         return link.seconds_to_renewal(time.monotonic()), RETRY_SECONDS[0]
