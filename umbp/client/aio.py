@@ -39,12 +39,19 @@ class AsyncConnection:
     @classmethod
     async def open(cls, path: str) -> AsyncConnection:
         """Connect and upgrade."""
+        writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(CONNECT_SECONDS_MAX):
                 reader, writer = await asyncio.open_unix_connection(path, limit=wire.FRAME_BYTES_MAX)
                 writer.write(wire.UPGRADE_REQUEST)
                 answer = await reader.readexactly(len(wire.UPGRADE_REPLY))
-        except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+        except TimeoutError as error:
+            if writer is not None:
+                writer.close()
+            raise Unavailable(f"the pool on {path} does not answer within {CONNECT_SECONDS_MAX:g} s: it may still be starting") from error
+        except (OSError, asyncio.IncompleteReadError) as error:
+            if writer is not None:
+                writer.close()
             raise Unavailable(f"no pool answers on {path} ({error}): start one with `python -m umbp.pool`") from error
         if answer != wire.UPGRADE_REPLY:
             writer.close()

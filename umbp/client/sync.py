@@ -48,6 +48,9 @@ class Connection:
             if bytes(answer) != wire.UPGRADE_REPLY:
                 raise Unavailable(f"{path} is not a pool, or it is not ready yet: {bytes(answer[:40])!r}")
             self._seconds_max = CALL_SECONDS_MAX
+        except TimeoutError as error:
+            self.close()
+            raise Unavailable(f"the pool on {path} does not answer within {CONNECT_SECONDS_MAX:g} s: it may still be starting") from error
         except OSError as error:
             self.close()
             raise Unavailable(f"no pool answers on {path} ({error.strerror or error}): start one with `python -m umbp.pool`") from error
