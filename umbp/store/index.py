@@ -23,8 +23,8 @@ What it costs: 2,200 keys of an index of 1 M take about thirty NumPy passes and 
 key, which the processor overlaps; a single key takes 30 us. Memory: 64 bytes an entry and 128 bytes of buckets at the least (slots are
 twice to four times the entries).
 
-Weak spot: on a machine with a weaker memory order than x86-64 the loads need barriers that NumPy does not offer; `segment` refuses to
-serve there unless told otherwise.
+Weak spot: on a machine with a weaker memory order than x86-64 the loads need barriers that NumPy does not offer; the pool
+says so at its start, and readers there should verify checksums.
 """
 
 from __future__ import annotations
