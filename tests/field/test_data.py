@@ -237,7 +237,7 @@ def test_buffer_of_another_size_is_refused_not_truncated(space_of: Any, size: in
 
 
 def test_unknown_or_missing_identity_field_fails_closed(shared: PoolProcess, pool: umbp.Pool) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(umbp.InvalidRequest, match="quantisation"):
         pool.namespace(**BASE, quantisation="int4")
     with Wire(shared.socket, 4096) as session:
         good = umbp.layout.Namespace(**BASE).to_dict()
