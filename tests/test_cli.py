@@ -23,7 +23,8 @@ import umbp
 from tests.pools import ROOT, PoolProcess
 from umbp.cli.app import COMMANDS, app, hoisted, main
 from umbp.cli.target import cell, duration
-from umbp.client.http import PoolHttp, pool_address
+from umbp.client.address import pool_address
+from umbp.client.http import PoolHttp
 from umbp.errors import DeadlineExceeded, InvalidRequest, NotFound, ProtocolError, Unauthorized, Unavailable
 
 PAGE = 4096

@@ -25,7 +25,6 @@ HEADER_BYTES_MAX = 64 << 10
 BATCH_MAX = 1024  # keys of one call that costs the pool a few microseconds a key: some ms is the longest that it is away from others
 PREFIX = struct.Struct("<II")
 
-UPGRADE_PATH = "/v1/session"
 UPGRADE_REQUEST = b"GET /v1/session HTTP/1.1\r\nHost: umbp\r\nConnection: Upgrade\r\nUpgrade: umbp-session/1\r\n\r\n"
 UPGRADE_REPLY = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: umbp-session/1\r\n\r\n"
 

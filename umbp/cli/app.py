@@ -16,7 +16,7 @@ import typer
 
 from umbp.cli import act, bench, look, machine, replay
 from umbp.cli.target import Target
-from umbp.client.http import pool_address
+from umbp.client.address import pool_address
 from umbp.errors import ConfigError, InvalidRequest, UmbpError
 
 WIDE = {"max_content_width": 120}

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
-from umbp.config import POOL_VARIABLE, default_socket
+from umbp.config import OPTIONS, POOL_VARIABLE, Address, default_socket
 from umbp.errors import InvalidRequest
 from umbp.grammar import parse_address
 
 
+def pool_address(text: str, environ: Mapping[str, str], *, field: str = "pool") -> Address:
+    """Where the pool is: ``text``, else ``UMBP_POOL``, else the default socket of this user."""
+    text = text or environ.get(POOL_VARIABLE, "")
+    return parse_address(text or default_socket(OPTIONS["name"].default, environ), field)
+
+
 def socket_path(address: str | None) -> str:
     """Path of a pool's Unix socket. InvalidRequest for a TCP address: sessions share memory, so they are of the same machine."""
-    text = address or os.environ.get(POOL_VARIABLE) or default_socket("default", os.environ)
-    parsed = parse_address(text, "address")
-    if not parsed.is_unix:
+    found = pool_address(address or "", os.environ, field="address")
+    if not found.is_unix:
         raise InvalidRequest(
-            f"{text} is not a Unix socket, which a client needs to share memory with the pool",
+            f"{found} is not a Unix socket, which a client needs to share memory with the pool",
             field="address",
             example="/run/umbp/default.sock",
         )
-    return str(parsed.path)
+    return str(found.path)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -227,15 +226,7 @@ class AsyncPool:
                 if not link.ready() or self._connection is None or self._connection.broken:
                     self._down()
                     await self._connect()
-                for bond in link.settled():
-                    await self.call(Call(wire.LetGo(bond.session)))
-                    link.owed.discard(bond)
-                if due := link.due_for_renewal(time.monotonic()):
-                    asked = time.monotonic()
-                    reply, _ = await self.call(Call(wire.Renew([lease.number for lease in due])))
-                    link.renewed(due, reply.numbers, asked)
-                if self._connection is not None and (call := link.take_notes()) is not None:
-                    await self._connection.send(call)
+                await drive(link.upkeep(), self)
                 backoff = RETRY_SECONDS[0]
             except Exception as error:
                 if not isinstance(error, UmbpError | OSError):

@@ -10,18 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from umbp.config import OPTIONS, POOL_VARIABLE, default_socket
+from umbp.config import OPTIONS, default_socket
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unauthorized, Unavailable, from_wire
 from umbp.grammar import Address, parse_address, quoted
 
 CALL_SECONDS_MAX = 10.0
 ANSWER_BYTES_MAX = 64 << 20  # 1,000 namespaces of 2 KiB each are 2 MiB
-
-
-def pool_address(text: str, environ: Mapping[str, str]) -> Address:
-    """Where the pool is: ``text``, else ``UMBP_POOL``, else the default socket of this user."""
-    text = text or environ.get(POOL_VARIABLE, "")
-    return parse_address(text or default_socket(OPTIONS["name"].default, environ), "pool")
 
 
 class _UnixConnection(http.client.HTTPConnection):

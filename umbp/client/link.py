@@ -24,6 +24,7 @@ import dataclasses
 import os
 import secrets
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -245,6 +246,18 @@ class Link:
                 self.leases.pop(lease.number, None)
             else:
                 lease.renewed_at = asked
+
+    def upkeep(self) -> Operation[None]:
+        """What a connected client owes its pool from time to time: word of writes that ended, renewals, notes."""
+        for bond in self.settled():
+            yield Call(wire.LetGo(bond.session))
+            self.owed.discard(bond)
+        if due := self.due_for_renewal(time.monotonic()):
+            asked = time.monotonic()
+            reply, _ = yield Call(wire.Renew([lease.number for lease in due]))
+            self.renewed(due, reply.numbers, asked)
+        if (notes := self.take_notes()) is not None:
+            yield notes
 
     def seconds_to_renewal(self, now: float) -> float:
         """Time until the next lease wants renewal, at most 10 s."""

@@ -332,14 +332,7 @@ class Pool:
                 if not link.ready() or self._connection is None or self._connection.broken:
                     self._down()
                     self._connect()
-                for bond in link.settled():
-                    self.call(Call(wire.LetGo(bond.session)))
-                    link.owed.discard(bond)
-                if due := link.due_for_renewal(time.monotonic()):
-                    asked = time.monotonic()
-                    reply, _ = self.call(Call(wire.Renew([lease.number for lease in due])))
-                    link.renewed(due, reply.numbers, asked)
-                self._send_notes()
+                run(link.upkeep(), self)
             except Exception as error:
                 if not isinstance(error, UmbpError | OSError):
                     log.exception("the client's background failed; it goes on")

@@ -362,8 +362,12 @@ class Pool:
         account = self.find_namespace(row).account
         if number is not None and number != account.number:
             keys = keys[:0]
-        found = self.table.find(key_words(keys), account.number, place_word(account.number, account.object_bytes))
+        found = self.find_keys(account, keys)
         return self.leases.pin(now, session, found.ids[found.hit], seconds, note)
+
+    def find_keys(self, account: Account, keys: U8) -> Found:
+        """What is stored of these keys."""
+        return self.table.find(key_words(keys), account.number, place_word(account.number, account.object_bytes))
 
     def versions(self, ids: I64, versions: U64) -> Mask:
         """Which of these are still live at this version."""
@@ -378,7 +382,7 @@ class Pool:
         account = self.find_namespace(row).account
         if number is not None and number != account.number:
             return np.zeros(len(keys), bool)
-        found = self.table.find(key_words(keys), account.number, place_word(account.number, account.object_bytes))
+        found = self.find_keys(account, keys)
         gone = np.unique(found.ids[found.hit])
         self.objects.hide(gone, evicted=False)
         self.counters.removed += len(gone)

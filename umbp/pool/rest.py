@@ -25,7 +25,7 @@ from umbp.metrics import CONTENT_TYPE
 from umbp.pool import documents as doc
 from umbp.pool import items
 from umbp.pool.node import Node, SessionFacts
-from umbp.store.index import key_words, place_word
+from umbp.store.index import place_word
 from umbp.types import I64
 
 __all__ = ["Node", "SessionFacts", "make_app"]
@@ -330,7 +330,7 @@ class Handlers:
         pool, now = self.node.pool, self.node.now()
         account = _namespace(pool, body.namespace).account
         keys = np.frombuffer(bytes.fromhex("".join(body.keys)), np.uint8).reshape(-1, 32)
-        stored = pool.table.find(key_words(keys), account.number, place_word(account.number, account.object_bytes)).hit
+        stored = pool.find_keys(account, keys).hit
         if not stored.any():
             raise NotFound("none of these keys is stored", field="keys")
         made = pool.pin(now, 0, account.row, keys, body.seconds, body.note)
