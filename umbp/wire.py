@@ -345,15 +345,16 @@ def frame_bytes(prefix: bytes | bytearray | memoryview) -> int:
 
 def decode_request(frame: bytes | bytearray | memoryview) -> tuple[Request, Blob]:
     """Header and arrays of a whole frame."""
-    return _decode(frame, _requests)
+    return decode(frame, _requests)
 
 
 def decode_reply(frame: bytes | bytearray | memoryview) -> tuple[Reply, Blob]:
     """Header and arrays of a whole frame."""
-    return _decode(frame, _replies)
+    return decode(frame, _replies)
 
 
-def _decode(frame: bytes | bytearray | memoryview, decoder: msgspec.json.Decoder[Any]) -> tuple[Any, Blob]:
+def decode(frame: bytes | bytearray | memoryview, decoder: msgspec.json.Decoder[Any]) -> tuple[Any, Blob]:
+    """Header and arrays of a whole frame of another set of messages."""
     view = memoryview(frame)
     header = PREFIX.unpack_from(view)[1]
     try:
