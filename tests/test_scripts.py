@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-VERBS = [ROOT / "scripts" / name for name in ("run", "test", "check", "demo_group")] + [ROOT / ".ci" / "run"]
+VERBS = [ROOT / "scripts" / name for name in ("run", "test", "check", "test_engines", "demo_group")] + [ROOT / ".ci" / "run"]
 
 
 def bash(command: str, *, cwd: Path, path: str | None = None) -> subprocess.CompletedProcess[str]:
