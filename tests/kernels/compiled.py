@@ -35,7 +35,7 @@ def launched(target: str) -> dict[str, str]:
     import torch
     from triton.runtime import driver
 
-    from umbp.kernels import aot, fused_read_push, page_load, page_store, wait_signal
+    from umbp.kernels import aot, fused_read_push, page_load, page_mend, page_store, turn_gates, wait_signal
     from umbp.kernels.tables import LayerGroup, Pads, Window
 
     class Driver:
@@ -65,6 +65,8 @@ def launched(target: str) -> dict[str, str]:
     calls = {
         "fused_read_push": (fused_read_push, lambda f: f(window, group, Pads.of(np.zeros(2, np.int64)), rank=1, signal=0, blocks=3)),
         "page_load": (page_load, lambda f: f(window, group, rank=1, blocks=1)),
+        "page_mend": (page_mend, lambda f: f(window, group, torch.zeros(2, dtype=torch.int64), words.int(), rank=1, blocks=1)),
+        "turn_gates": (turn_gates, lambda f: f(words, words, torch.zeros((1, 3), dtype=torch.int64))),
         "page_store": (page_store, lambda f: f(window, group, rank=1, blocks=1)),
         "wait_signal": (wait_signal, lambda f: f(words, words, words.int(), polls=16)),
     }

@@ -15,24 +15,35 @@ import numpy as np
 import torch
 
 from tests.kernels.cases import CASES, WAIT_CASES
-from tests.kernels.worlds import World, tile_of
+from tests.kernels.worlds import CHANNEL, GATE, REFUSED, World, tile_of
 from umbp.kernels.staging import Staging
-from umbp.kernels.tables import Pads, Window, signal_address
+from umbp.kernels.tables import TAG_CLOSED, TAG_SHIFT, Window, signal_address
 
 
 def fused_read_push(world: World, mover: Any) -> None:
-    """Every rank that wants a page has it; every pad has grown by the blocks, once a launch; a rank without a pad is left alone."""
-    case = world.case
+    """Every rank that wants a page has it; every pad has grown by the blocks, once a launch; a rank without a pad is left alone.
+
+    Last of all, a push with a tag that only some gates show: the others get nothing, and see how many came too late.
+    """
+    case, at = world.case, CHANNEL
     window, group, pads = world.window(), world.group(), world.pad_table()
     for epoch in (1, 2):
         mover.fused_read_push(window, group, pads, rank=case.rank, signal=1, blocks=case.blocks)
         world.check(kv=world.loaded(range(case.ranks)))
-        for pad in world.pads:
-            assert pad.tolist() == [epoch * case.blocks if word == 16 else 0 for word in range(64)], "pad"
-    addresses = pads.table.cpu().numpy().copy()
-    addresses[0] = 0
-    mover.fused_read_push(window, group, Pads.of(addresses, world.device), rank=case.rank, signal=1, blocks=1)
-    assert [pad[16].item() - 2 * case.blocks for pad in world.pads] == [0] + [1] * (case.ranks - 1), "a pad of 0"
+        for rank in range(case.ranks):
+            assert world.pad_words(rank) == {at: epoch * case.blocks, at + GATE: epoch * case.blocks}, "pad"
+    mover.fused_read_push(window, group, world.pad_table(without=0), rank=case.rank, signal=1, blocks=1)
+    assert [pad[at].item() - 2 * case.blocks for pad in world.pads] == [0] + [1] * (case.ranks - 1), "a pad of 0"
+    world.wipe()
+    shown = [5 if rank % 2 else TAG_CLOSED for rank in range(case.ranks)]
+    for pad, tag in zip(world.pads, shown, strict=True):
+        pad[2 * at + GATE] = tag << TAG_SHIFT
+    mover.fused_read_push(window, group, world.pad_table(tags=[5] * case.ranks), rank=case.rank, signal=2, blocks=case.blocks)
+    world.check(kv=world.loaded(range(1, case.ranks, 2)))
+    for rank, (pad, tag) in enumerate(zip(world.pads, shown, strict=True)):
+        came = [pad[2 * at + word].item() for word in (0, GATE, REFUSED)]
+        granted = case.blocks if rank % 2 else 0
+        assert came == [granted, (tag << TAG_SHIFT) + case.blocks, case.blocks - granted], f"gate of rank {rank}"
 
 
 def page_load(world: World, mover: Any) -> None:
@@ -83,25 +94,58 @@ def gather_push(world: World, mover: Any) -> None:
     world.check(kv=world.loaded(range(case.ranks)))
     for buffer, pad in zip(buffers, world.pads, strict=True):
         assert buffer.view(-1)[-2:].tolist() == [-1, -1], "behind the staging buffer"
-        assert pad.tolist() == [{16: case.blocks, 32: case.ranks}.get(word, 0) for word in range(64)], "pad"
+        came = [pad[signal * CHANNEL + word].item() for signal in (1, 2) for word in (0, GATE, REFUSED)]
+        assert came == [case.blocks, case.blocks, 0, case.ranks, case.ranks, 0], "pad"
+
+
+def page_mend(world: World, mover: Any) -> None:
+    """The parts of the window whose status is not 0 are loaded, all others left alone."""
+    case = world.case
+    cuts = sorted({0, case.pages // 3, case.pages // 2, case.pages})
+    starts = torch.tensor([*cuts, case.pages], device=world.device)  # the last part is empty
+    for lost in ([0] * len(cuts), [word % 2 for word in range(len(cuts))], [1] * len(cuts)):
+        status = torch.tensor(lost, dtype=torch.int32, device=world.device)
+        mover.page_mend(world.window(), world.group(), starts, status, rank=case.rank, blocks=case.blocks)
+        pages = [page for first, last, word in zip(cuts, [*cuts[1:], case.pages], lost, strict=True) if word for page in range(first, last)]
+        world.check(kv=world.loaded(range(case.rank, case.rank + 1), pages))
+
+
+def turn_gates(world: World, mover: Any) -> None:
+    """Gates change by what is asked, and what was seen before is told, channel by channel."""
+    pad = world.pads[0]
+    pad[CHANNEL], pad[CHANNEL + GATE], pad[CHANNEL + REFUSED] = 7, (3 << TAG_SHIFT) + 9, 2
+    channels = torch.tensor([signal_address(pad.data_ptr(), signal) for signal in (1, 0)], device=world.device)
+    change = torch.tensor([-2 << TAG_SHIFT, 5 << TAG_SHIFT], device=world.device)
+    seen = torch.full((2, 3), -1, dtype=torch.int64, device=world.device)
+    mover.turn_gates(channels, change, seen)
+    assert seen.tolist() == [[(3 << TAG_SHIFT) + 9, 7, 2], [0, 0, 0]], seen.tolist()
+    mover.turn_gates(channels, torch.zeros_like(change), seen)
+    assert seen.tolist() == [[(1 << TAG_SHIFT) + 9, 7, 2], [5 << TAG_SHIFT, 0, 0]], seen.tolist()
+    mover.turn_gates(channels[:0], change[:0], seen[:0])
 
 
 def wait_signal(world: World, mover: Any) -> None:
     """Status per word: 0 where it has arrived, 1 for a peer that never does, after the polls; the words behind it are still looked at."""
     pad = world.pads[0]
-    pad[0], pad[16], pad[32] = 7, 2**40, 3
+    for signal, value in enumerate((7, 2**40, 3)):
+        pad[signal * CHANNEL] = value
     addresses = torch.tensor([signal_address(pad.data_ptr(), word) for word in (0, 3, 1, 2)], device=world.device)
     wanted = torch.tensor([7, 1, 2**40, 4], device=world.device)
-    status = torch.full((4,), 9, dtype=torch.int32, device=world.device)
+    status = torch.zeros(4, dtype=torch.int32, device=world.device)
     mover.wait_signal(addresses, wanted, status, polls=200)
     assert status.tolist() == [0, 1, 0, 1], status.tolist()
-    assert [pad[word].item() for word in (0, 16, 32, 48)] == [7, 2**40, 3, 0]
+    assert [pad[word * CHANNEL].item() for word in range(4)] == [7, 2**40, 3, 0]
+    pad[3 * CHANNEL] = 1
+    mover.wait_signal(addresses, wanted, status, polls=1)
+    assert status.tolist() == [0, 1, 0, 1], "who is lost stays lost"
+    status.zero_()
     mover.wait_signal(addresses[:1], wanted[:1], status[:1], polls=1)
-    assert status.tolist() == [0, 1, 0, 1]
+    assert status.tolist() == [0, 0, 0, 0]
     mover.wait_signal(addresses[:0], wanted[:0], status[:0], polls=1)
 
 
-CHECKS = {check.__name__: check for check in (fused_read_push, page_load, page_store, gather_push, wait_signal)}
+MADE = (fused_read_push, page_load, page_mend, page_store, gather_push, turn_gates, wait_signal)
+CHECKS = {check.__name__: check for check in MADE}
 
 
 class Kernels:
@@ -111,17 +155,20 @@ class Kernels:
         from umbp.kernels import fused_read_push as fused
         from umbp.kernels import gather_push as staged
         from umbp.kernels import page_load as load
+        from umbp.kernels import page_mend as mend
         from umbp.kernels import page_store as store
+        from umbp.kernels import turn_gates as turn
         from umbp.kernels import wait_signal as wait
 
         self.fused_read_push = fused.fused_read_push
         self.gather_push, self.stage_scatter, self.stage_free = staged.gather_push, staged.stage_scatter, staged.stage_free
         self.page_load, self.page_store, self.wait_signal = load.page_load, store.page_store, wait.wait_signal
+        self.page_mend, self.turn_gates = mend.page_mend, turn.turn_gates
 
 
 def cases_of(kernel: str) -> list[str]:
-    """A wait does not depend on the world."""
-    return WAIT_CASES if kernel == "wait_signal" else list(CASES)
+    """Waits and gates do not depend on the world."""
+    return WAIT_CASES if kernel in ("turn_gates", "wait_signal") else list(CASES)
 
 
 def run(kernel: str, case: str, mover: Any, device: str = "cpu") -> None:

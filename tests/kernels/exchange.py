@@ -18,7 +18,7 @@ import numpy as np
 
 RANKS, EPOCHS, STAGED = 4, 3, 2
 PAGES, SLOTS, SIZES, SLACK = 6, 9, (64 * 20, 528), 16
-PAD_BYTES = 4096
+PAD_BYTES = 12288
 POLLS = 2_000_000  # 30 to 60 us each: a peer may be late by its start-up on a loaded machine
 PUSHED, CHECKED, FREED = 0, 8, 16  # first counter of each kind; one counter a writer
 
@@ -67,7 +67,7 @@ class Rank:
 
         self.wanted[kind] = [have + more for have, more in zip(self.wanted[kind], grown, strict=True)]
         addresses = torch.tensor([signal_address(int(self.starts[self.rank]), kind + writer) for writer in range(RANKS)])
-        status = torch.full((RANKS,), -1, dtype=torch.int32)
+        status = torch.zeros(RANKS, dtype=torch.int32)
         self.mover.wait_signal(addresses, torch.tensor(self.wanted[kind]), status, polls=POLLS)
         if status.any():
             self.errors.append(f"counters {kind}: {status.tolist()}")

@@ -33,9 +33,14 @@ def copying(
     BARRIER: tl.constexpr,  # noqa: N803
     SEM: tl.constexpr,  # noqa: N803
     SCOPE: tl.constexpr,  # noqa: N803
+    ENTER: tl.constexpr,  # noqa: N803
     RANKS: tl.constexpr,  # noqa: N803
 ):
     """Row ``item`` of the table is a source, RANKS targets and a number of bytes."""
+    shown = tl.load(pads)
+    if ENTER != "":
+        shown = tl.atomic_add(pads, 1, sem="acquire", scope=ENTER)
+    count = tl.where(uniform(shown, True) == 7, count, 0)
     for item in range(tl.program_id(0), count, tl.num_programs(0)):
         row = table + item * (2 + RANKS)
         left = tl.multiple_of((tl.load(row + 1) // 8).to(tl.int32), 2)
@@ -92,6 +97,15 @@ def waiting(pad, wanted, status, LOOK: tl.constexpr, ACQUIRE: tl.constexpr):  # 
     tl.store(status, (seen < wanted).to(tl.int32))
 
 
+@triton.jit
+def turning(pad, wanted, status, SCOPE: tl.constexpr):  # noqa: N803
+    """Three looks."""
+    arrived = tl.atomic_add(pad, 0, sem="acquire", scope=SCOPE)
+    refused = tl.atomic_add(pad + 32, 0, sem="acquire", scope=SCOPE)
+    shown = tl.atomic_add(pad + 16, wanted, sem="acquire", scope=SCOPE)
+    tl.store(status, (arrived + refused < shown).to(tl.int32))
+
+
 _SOUND = {
     "ROW": 512,
     "UNROLL": 4,
@@ -105,6 +119,7 @@ _SOUND = {
     "BARRIER": True,
     "SEM": "release",
     "SCOPE": "sys",
+    "ENTER": "sys",
     "RANKS": 4,
 }
 # fault -> (kernel, its constants, the rule that must find it)
@@ -120,6 +135,10 @@ PLANTED = {
     "release without drain and barrier": (copying, {**_SOUND, "DRAIN": False, "BARRIER": False}, "release"),
     "relaxed signal": (copying, {**_SOUND, "SEM": "relaxed"}, "release"),
     "signal at the scope of one GPU": (copying, {**_SOUND, "SCOPE": "gpu"}, "release"),
+    "no gate": (copying, {**_SOUND, "ENTER": ""}, "entry"),
+    "a gate at the scope of one GPU": (copying, {**_SOUND, "ENTER": "gpu"}, "entry"),
+    "sound turn": (turning, {"SCOPE": "sys"}, None),
+    "turn at the scope of one GPU": (turning, {"SCOPE": "gpu"}, "turn"),
     "sound wait": (waiting, {"LOOK": "atomic", "ACQUIRE": "acquire"}, None),
     "wait by a .cv load": (waiting, {"LOOK": "cv", "ACQUIRE": "acquire"}, "poll"),
     "wait that looks once": (waiting, {"LOOK": "once", "ACQUIRE": "acquire"}, "poll"),

@@ -10,7 +10,7 @@ from tests.kernels import processes
 from umbp.errors import InvalidRequest
 from umbp.kernels import assembly
 
-KERNELS = ["fused_read_push", "page_load", "page_store", "wait_signal"]
+KERNELS = ["fused_read_push", "page_load", "page_mend", "page_store", "turn_gates", "wait_signal"]
 AMD = ["gfx950", "gfx942"]
 # fault -> the rule that must find it, and how bad it is; None for a kernel without one. planted.py has them by these names.
 FAULTS = {
@@ -25,6 +25,10 @@ FAULTS = {
     "release without drain and barrier": ("release", "wrong"),
     "relaxed signal": ("release", "wrong"),
     "signal at the scope of one GPU": ("release", "wrong"),
+    "no gate": ("entry", "wrong"),
+    "a gate at the scope of one GPU": ("entry", "wrong"),
+    "sound turn": None,
+    "turn at the scope of one GPU": ("turn", "wrong"),
     "sound wait": None,
     "wait by a .cv load": ("poll", "wrong"),
     "wait that looks once": ("poll", "wrong"),
@@ -54,6 +58,9 @@ def test_a_push_to_oneself_alone_is_sound_too() -> None:
 def test_a_kernel_is_compiled_for_sm_90_with_wide_accesses_and_system_scope(name: str) -> None:
     found = text(f"{name}/sm_90/8")
     assert ".target sm_90" in found
+    if name == "turn_gates":
+        assert len(re.findall(r"(?:ld|atom)\.global\.sys\.(?:acquire|acq_rel)", found)) == 3
+        return
     if name == "wait_signal":
         assert "ld.global.sys.acquire.b64" in found or "atom.global.sys.acquire" in found
         return
@@ -62,6 +69,7 @@ def test_a_kernel_is_compiled_for_sm_90_with_wide_accesses_and_system_scope(name
     assert stores <= {"st.global.v2.b64", "st.global.v4.b32"}
     if name == "fused_read_push":
         assert len(re.findall(r"(?:red|atom)\.global\.sys\.release\.add", found)) == 8
+        assert re.search(r"atom\.global\.sys\.acquire\.add\.u64", found), "no gate is entered"
 
 
 @pytest.mark.parametrize("target", ["gfx950", "sm_90"])
@@ -72,7 +80,7 @@ def test_what_a_launch_compiles_is_what_was_checked_ahead_of_time(name: str, tar
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
-    name = "wait_signal" if "wait" in fault else "fused_read_push"
+    name = "wait_signal" if "wait" in fault else "turn_gates" if "turn" in fault else "fused_read_push"
     found = {(finding.rule, finding.harm) for finding in assembly.check(name, text(f"planted/{fault}"))}
     assert found == ({FAULTS[fault]} if FAULTS[fault] else set())
 
@@ -98,7 +106,16 @@ def test_a_release_that_does_not_wait_for_the_write_back_is_found() -> None:
 
 def test_a_drain_that_some_waves_jump_over_is_found() -> None:
     drain = r"(\t;;#ASMSTART\n\ts_waitcnt vmcnt\(0\))"
-    assert edited("fused_read_push", drain, r"\ts_cbranch_execz .LBB0_8\n\1") == {"release"}
+    last = re.findall(r"^(\.LBB\w+):", text("fused_read_push/gfx950/8"), re.MULTILINE)[-1]
+    assert edited("fused_read_push", drain, rf"\ts_cbranch_execz {last}\n\1") == {"release"}
+
+
+def test_looks_that_overtake_each_other_are_found() -> None:
+    assert "turn" in edited("turn_gates", r"\ts_waitcnt vmcnt\(0\)[^\n]*\n", "")
+
+
+def test_a_store_that_does_not_wait_for_what_the_gates_show_is_found() -> None:
+    assert "entry" in edited("fused_read_push", r"\ts_waitcnt vmcnt\(0\)\n", "")
 
 
 def test_spills_and_scratch_are_found() -> None:

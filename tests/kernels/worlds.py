@@ -6,13 +6,17 @@ written where none belongs is found too.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from tests.kernels.cases import Case
-from umbp.kernels.tables import LayerGroup, Pads, Tile, Window
+from umbp.kernels.tables import CHANNEL_BYTES, LINE_BYTES, LayerGroup, Pads, Tile, Window
+
+CHANNEL = CHANNEL_BYTES // 8  # words: arrived, then on lines of their own the gate and what was refused
+GATE, REFUSED = LINE_BYTES // 8, 2 * LINE_BYTES // 8
 
 
 class World:
@@ -37,7 +41,7 @@ class World:
         self.slots[random.random(self.slots.shape) < case.unwanted] = -1
         self.host = _host(self.host_start, device)
         self.kv = [[torch.from_numpy(part.copy()).to(device) for part in rank] for rank in self.kv_start]
-        self.pads = [torch.zeros(64, dtype=torch.int64, device=device) for _ in range(case.ranks)]
+        self.pads = [torch.zeros(4 * CHANNEL, dtype=torch.int64, device=device) for _ in range(case.ranks)]
 
     def window(self) -> Window:
         return Window.of(self.host.data_ptr(), self.page_offsets, self.slots, self.device)
@@ -47,14 +51,25 @@ class World:
         tile = tile_of(self.case, self.device)
         return LayerGroup.of(self.object_offset, self.sizes, self.strides, bases, device=self.device, tile=tile)
 
-    def pad_table(self) -> Pads:
-        return Pads.of(np.array([pad.data_ptr() for pad in self.pads], np.int64), self.device)
+    def pad_table(self, *, tags: Any = None, without: int | None = None) -> Pads:
+        addresses = np.array([0 if rank == without else pad.data_ptr() for rank, pad in enumerate(self.pads)], np.int64)
+        return Pads.of(addresses, self.device, tags=None if tags is None else np.array(tags, np.int64))
 
-    def loaded(self, ranks: range) -> list[list[np.ndarray[Any, Any]]]:
-        """KV of all ranks after ``ranks`` have received their pages."""
+    def pad_words(self, rank: int) -> dict[int, int]:
+        """What is not 0 in a pad."""
+        return {word: value for word, value in enumerate(self.pads[rank].tolist()) if value}
+
+    def wipe(self) -> None:
+        """KV as it was at the start."""
+        for rank, parts in enumerate(self.kv_start):
+            for run, part in enumerate(parts):
+                self.kv[rank][run].copy_(torch.from_numpy(part))
+
+    def loaded(self, ranks: range, pages: Iterable[int] | None = None) -> list[list[np.ndarray[Any, Any]]]:
+        """KV of all ranks after ``ranks`` have received their pages, or only these."""
         kv = [[part.copy() for part in rank] for rank in self.kv_start]
         for rank in ranks:
-            for host, run, at in self._places(rank):
+            for host, run, at in self._places(rank, pages):
                 kv[rank][run][at : at + self.sizes[run]] = self.host_start[host : host + self.sizes[run]]
         return kv
 
@@ -65,10 +80,10 @@ class World:
             segment[host : host + self.sizes[run]] = self.kv_start[rank][run][at : at + self.sizes[run]]
         return segment
 
-    def _places(self, rank: int) -> list[tuple[int, int, int]]:
+    def _places(self, rank: int, pages: Iterable[int] | None = None) -> list[tuple[int, int, int]]:
         return [
             (int(self.page_offsets[page] + self.object_offset[run]), run, int(self.slots[rank, page] * self.strides[run]))
-            for page in range(self.case.pages)
+            for page in (range(self.case.pages) if pages is None else pages)
             for run in range(len(self.sizes))
             if self.slots[rank, page] >= 0
         ]

@@ -11,14 +11,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from triton import compile as triton_compile
+from triton import next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from umbp.errors import InvalidRequest
 from umbp.kernels.fused_read_push import fused_read_push_kernel
 from umbp.kernels.page_load import page_load_kernel
+from umbp.kernels.page_mend import page_mend_kernel
 from umbp.kernels.page_store import page_store_kernel
 from umbp.kernels.tables import Tile
+from umbp.kernels.turn_gates import turn_gates_kernel
 from umbp.kernels.wait_signal import wait_signal_kernel
 
 TARGETS: Mapping[str, Any] = {
@@ -32,7 +35,12 @@ _COPY = {"host_base": "i64", "pages": "*i64", "runs": "*i64", "tiles": "*i64", "
 KERNELS: Mapping[str, tuple[Any, Mapping[str, str]]] = {
     "fused_read_push": (fused_read_push_kernel, {**_COPY, "pads": "*i64", "signal": "i32"}),
     "page_load": (page_load_kernel, _COPY),
+    "page_mend": (
+        page_mend_kernel,
+        {**{name: kind for name, kind in _COPY.items() if name != "page_count"}, "starts": "*i64", "status": "*i32", "words": "i32"},
+    ),
     "page_store": (page_store_kernel, _COPY),
+    "turn_gates": (turn_gates_kernel, {"channels": "*i64", "change": "*i64", "seen": "*i64", "words": "i32"}),
     "wait_signal": (
         wait_signal_kernel,
         {"addresses": "*i64", "wanted": "*i64", "status": "*i32", "words": "i32", "polls": "i32"},
@@ -46,13 +54,16 @@ def assembly(name: str, target: str, *, ranks: int = 8, rank: int = 0, granule: 
         raise InvalidRequest(f"{name} for {target}: kernels are {sorted(KERNELS)}, targets {sorted(TARGETS)}", field="name")
     function, signature = KERNELS[name]
     tile = tile or TILES[target]
-    constants = {} if name == "wait_signal" else constants_of(ranks=ranks, rank=rank, granule=granule, tile=tile, hip=target != "sm_90")
-    return compile_text(function, signature, constants, target, warps=1 if name == "wait_signal" else tile.warps)
+    copies = "GRANULE" in function.arg_names
+    constants = constants_of(ranks=ranks, rank=rank, granule=granule, tile=tile, hip=target != "sm_90")
+    constants = {key: value for key, value in constants.items() if key in function.arg_names}
+    return compile_text(function, signature, constants, target, warps=tile.warps if copies else 1)
 
 
 def constants_of(*, ranks: int, rank: int, granule: int, tile: Tile, hip: bool) -> dict[str, Any]:
-    """The compile-time arguments of a copying kernel."""
-    return {"RANKS": ranks, "RANK": rank, "GRANULE": granule, "ROW_BYTES": tile.row_bytes, "UNROLL": tile.unroll, "HIP": hip}
+    """The compile-time arguments of copying kernels."""
+    copy = {"RANKS": ranks, "RANK": rank, "GRANULE": granule, "ROW_BYTES": tile.row_bytes, "UNROLL": tile.unroll, "HIP": hip}
+    return {**copy, "SEATS": next_power_of_2(ranks)}
 
 
 def compile_text(function: Any, signature: Mapping[str, str], constants: Mapping[str, Any], target: str, *, warps: int) -> str:

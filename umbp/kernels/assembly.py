@@ -17,11 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from umbp.errors import InvalidRequest
 
 VMCNT_MAX = 63  # the counter has six bits: the hardware waits by itself above that
-COPYING = ("fused_read_push", "page_load", "page_store")
+COPYING = ("fused_read_push", "page_load", "page_mend", "page_store")
+NAMES = (*COPYING, "turn_gates", "wait_signal")
 
 _INSTRUCTION = re.compile(r"^\s+([a-z][a-z0-9_]+)\b([^;]*)")
 _LABEL = re.compile(r"^(\.LBB\w+):")
@@ -66,6 +68,11 @@ class Instruction:
         return bool(re.match(r"(global|buffer|flat)_atomic_", self.name))
 
     @property
+    def is_signal(self) -> bool:
+        """An atomic whose result nobody asked for; one that returns (sc0) is a look."""
+        return self.is_atomic and not self.has("sc0")
+
+    @property
     def vmcnt(self) -> int | None:
         """How many memory operations may still be under way after this wait; None for what does not wait for them."""
         found = re.search(r"vmcnt\((\d+)\)", self.operands) if self.name == "s_waitcnt" else None
@@ -77,14 +84,16 @@ class Instruction:
 
 def check(name: str, text: str, *, granule: int = 16, unroll: int = 4) -> list[Finding]:
     """All findings on the kernel ``name`` (as in `aot.KERNELS`); none for a sound and fast one. Only AMDGCN: PTX is not read."""
-    if name not in (*COPYING, "wait_signal"):
-        raise InvalidRequest(f"{name}, expected one of {(*COPYING, 'wait_signal')}", field="name")
+    if name not in NAMES:
+        raise InvalidRequest(f"{name}, expected one of {NAMES}", field="name")
     program = parse(text)
     findings = [*check_resources(text)]
     if name in COPYING:
         findings += [*check_width(program, granule), *check_loads(program, unroll), *check_stores(program)]
     if name == "fused_read_push":
-        findings += check_release(program)
+        findings += [*check_entry(program), *check_release(program)]
+    if name == "turn_gates":
+        findings += check_turn(program)
     if name == "wait_signal":
         findings += check_poll(program)
     return findings
@@ -175,10 +184,30 @@ def check_stores(program: list[Instruction]) -> Iterator[Finding]:
             wait = min(wait, instruction.vmcnt)
 
 
+def check_entry(program: list[Instruction]) -> Iterator[Finding]:
+    """The gates are entered, at system scope, and what they show is known before the first store."""
+    stores = [index for index, instruction in enumerate(program) if instruction.is_store]
+    entry = next((index for index, i in enumerate(program) if i.is_atomic and i.has("sc0", "sc1")), None)
+    if not stores or entry is None or entry > stores[0]:
+        yield Finding("entry", "wrong", "no gate is entered at system scope before the first store")
+    elif _first(program, entry, stores[0], lambda i: i.vmcnt == 0) is None:
+        yield Finding("entry", "wrong", "the first store does not wait for what the gates show")
+
+
+def check_turn(program: list[Instruction]) -> Iterator[Finding]:
+    """Three looks at system scope, none of which may begin before the one in front of it has come back."""
+    looks = [index for index, instruction in enumerate(program) if instruction.is_atomic]
+    if len(looks) != 3 or not all(program[index].has("sc0", "sc1") for index in looks):
+        yield Finding("turn", "wrong", f"{len(looks)} atomics, three that return at system scope expected")
+    for before, after in pairwise(looks):
+        if _first(program, before, after, lambda i: i.vmcnt == 0) is None:
+            yield Finding("turn", "wrong", "a look does not wait for the one before it")
+
+
 def check_release(program: list[Instruction]) -> Iterator[Finding]:
     """Last store < vmcnt(0) in every wave < s_barrier < for each signal: buffer_wbl2 sc0 sc1 < vmcnt(0) < atomic sc1."""
     stores = [index for index, instruction in enumerate(program) if instruction.is_store]
-    atomics = [index for index, instruction in enumerate(program) if instruction.is_atomic]
+    atomics = [index for index, instruction in enumerate(program) if instruction.is_signal]
     if not stores or not atomics:
         yield Finding("release", "wrong", f"{len(stores)} stores and {len(atomics)} signals")
         return

@@ -4,9 +4,13 @@ For work item (page p, tile t of run s), reader r, in the order ``rank + 1, rank
 
     dst_base[r, s] + slots[r, p] * dst_page_stride[s] + first[t] .. + size  =  host_base + page_offsets[p] + object_offset[s] + first[t] ..
 
-and, when a block has no item left, ``pad[r][signal] += 1`` at every rank r whose pad is known. A reader knows that all of this launch has
-arrived when the counter has grown by the number of blocks. The grid is persistent and as large as the caller says: the launch does not
-depend on the number of pages, and without any page it only signals.
+and, when a block has no item left, ``arrived += 1`` in channel ``signal`` of every rank r whose pad is known. A reader knows that all of
+this launch has arrived when the counter has grown by the number of blocks. The grid is persistent and as large as the caller says: the
+launch does not depend on the number of pages, and without any page it only signals.
+
+Before its first item a block enters the gate of every reader (`umbp.kernels.tables`). A reader whose gate shows another tag gets nothing
+of this block, which counts itself as refused there: so a launch that comes late harms nobody. It costs one round trip over the fabric a
+launch, to all readers at once.
 
 When it wins: B bytes of replicated KV cross the host link once a group instead of once a rank, and cross the fabric while they are
 read. Above 2 to 4 MB a call; below, `page_load` on each rank saves the signal and the wait.
@@ -31,9 +35,11 @@ import triton
 import triton.language as tl
 
 from umbp.kernels.addressing import drain_stores, lanes, only_for, payload, uniform
-from umbp.kernels.tables import SIGNAL_BYTES, LayerGroup, Pads, Window, check_push
+from umbp.kernels.tables import CHANNEL_BYTES, LINE_BYTES, TAG_SHIFT, LayerGroup, Pads, Window, check_push
 
-_SIGNAL_WORDS = tl.constexpr(SIGNAL_BYTES // 8)
+_CHANNEL_WORDS = tl.constexpr(CHANNEL_BYTES // 8)
+_LINE_WORDS = tl.constexpr(LINE_BYTES // 8)
+_TAG_SHIFT = tl.constexpr(TAG_SHIFT)
 
 
 @triton.jit(do_not_specialize=["host_base", "page_count", "tile_count", "signal"])
@@ -51,8 +57,15 @@ def fused_read_push_kernel(
     GRANULE: tl.constexpr,  # noqa: N803
     ROW_BYTES: tl.constexpr,  # noqa: N803
     UNROLL: tl.constexpr,  # noqa: N803
+    SEATS: tl.constexpr,  # noqa: N803
     HIP: tl.constexpr,  # noqa: N803
 ):
+    seat = tl.arange(0, SEATS)
+    pad = tl.load(pads + 2 * seat, mask=seat < RANKS, other=0)
+    tag = tl.load(pads + 2 * seat + 1, mask=seat < RANKS, other=0)
+    gate = pad.to(tl.pointer_type(tl.int64)) + (signal.to(tl.int64) * _CHANNEL_WORDS + _LINE_WORDS)
+    shown = tl.atomic_add(gate, tl.full([SEATS], 1, tl.int64), mask=pad != 0, sem="acquire", scope="sys") >> _TAG_SHIFT
+    open_to = uniform(tl.sum(((shown == tag) | (pad == 0)).to(tl.int64) << seat.to(tl.int64)), HIP)
     for item in range(tl.program_id(0), page_count * tile_count, tl.num_programs(0)):
         page = pages + (item // tile_count).to(tl.int64) * (1 + RANKS)
         tile = tiles + (item % tile_count) * 2
@@ -65,7 +78,7 @@ def fused_read_push_kernel(
         for turn in tl.static_range(RANKS):
             slot = tl.load(page + (1 + (RANK + 1 + turn) % RANKS))
             base = tl.load(run + (3 + (RANK + 1 + turn) % RANKS))
-            slots = slots + (slot,)  # noqa: RUF005
+            slots = slots + (tl.where(((open_to >> ((RANK + 1 + turn) % RANKS)) & 1) != 0, slot, -1),)  # noqa: RUF005
             targets = targets + (uniform(base + slot * stride + first, HIP),)  # noqa: RUF005
         source = payload(uniform(host_base + tl.load(page) + tl.load(run) + first, HIP), GRANULE)
         values = tl.load(source + index, mask=mask, cache_modifier=".cg")
@@ -73,17 +86,19 @@ def fused_read_push_kernel(
             tl.store(payload(targets[turn], GRANULE) + index, values, mask=only_for(slots[turn], mask))
     counters = ()
     for turn in tl.static_range(RANKS):
-        counters = counters + (tl.load(pads + (RANK + 1 + turn) % RANKS),)  # noqa: RUF005
+        line = tl.where(((open_to >> ((RANK + 1 + turn) % RANKS)) & 1) != 0, 0, 2 * _LINE_WORDS * 8)
+        pad_of = tl.load(pads + 2 * ((RANK + 1 + turn) % RANKS))
+        counters = counters + (tl.where(pad_of != 0, pad_of + line, 0),)  # noqa: RUF005
     drain_stores(HIP)
     tl.debug_barrier()
     for turn in tl.static_range(RANKS):
         if counters[turn] != 0:
-            counter = counters[turn].to(tl.pointer_type(tl.int64)) + signal.to(tl.int64) * _SIGNAL_WORDS
+            counter = counters[turn].to(tl.pointer_type(tl.int64)) + signal.to(tl.int64) * _CHANNEL_WORDS
             tl.atomic_add(counter, 1, sem="release", scope="sys")
 
 
 def fused_read_push(window: Window, group: LayerGroup, pads: Pads, *, rank: int, signal: int, blocks: int) -> Any:
-    """Queue it on the current stream. Adds ``blocks`` to counter ``signal`` of every pad that is not 0.
+    """Queue it on the current stream. Adds ``blocks`` to channel ``signal`` of every pad that is not 0: to what arrived, or was refused.
 
     Returns Triton's compiled kernel, for `aot.assembly_of`; None in the interpreter.
     """
@@ -102,6 +117,7 @@ def fused_read_push(window: Window, group: LayerGroup, pads: Pads, *, rank: int,
         GRANULE=granule,
         ROW_BYTES=group.tile.row_bytes,
         UNROLL=group.tile.unroll,
+        SEATS=triton.next_power_of_2(group.ranks),
         HIP=torch.version.hip is not None and group.table.is_cuda,
         num_warps=group.tile.warps,
     )

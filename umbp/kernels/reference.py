@@ -12,28 +12,70 @@ import ctypes
 import torch
 
 from umbp.kernels.staging import Staging
-from umbp.kernels.tables import LayerGroup, Pads, Window, check_push, check_solo, check_wait, signal_address
+from umbp.kernels.tables import (
+    TAG_SHIFT,
+    LayerGroup,
+    Pads,
+    Window,
+    check_gates,
+    check_mend,
+    check_push,
+    check_solo,
+    check_wait,
+    gate_address,
+    refused_address,
+    signal_address,
+)
 
 
 def fused_read_push(window: Window, group: LayerGroup, pads: Pads, *, rank: int, signal: int, blocks: int) -> None:
     """See `umbp.kernels.fused_read_push`."""
     check_push(window, group, pads, rank, signal, blocks)
     order = [(rank + 1 + turn) % group.ranks for turn in range(group.ranks)]
+    table = pads.table.tolist()
+    granted = dict.fromkeys(order, True)
     for reader in order:
-        _copy(window, group, reader, store=False)
+        if pad := table[reader][0]:
+            gate = _counter(gate_address(pad, signal))
+            granted[reader] = gate.value >> TAG_SHIFT == table[reader][1]
+            gate.value += blocks
     for reader in order:
-        if pad := int(pads.table[reader]):
-            _counter(signal_address(pad, signal)).value += blocks
+        if granted[reader]:
+            _copy(window, group, reader, store=False)
+    for reader in order:
+        if pad := table[reader][0]:
+            where = signal_address if granted[reader] else refused_address
+            _counter(where(pad, signal)).value += blocks
 
 
 def wait_signal(addresses: torch.Tensor, wanted: torch.Tensor, status: torch.Tensor, *, polls: int) -> None:
     """See `umbp.kernels.wait_signal`."""
     check_wait(addresses, wanted, status, polls)
     for word, (address, want) in enumerate(zip(addresses.tolist(), wanted.tolist(), strict=True)):
-        counter = _counter(address)
-        while counter.value < want and polls > 0:
+        counter, lost = _counter(address), bool(status[word])
+        while counter.value < want and polls > 0 and not lost:
             polls -= 1
-        status[word] = int(counter.value < want)
+        status[word] = int(lost or counter.value < want)
+
+
+def turn_gates(channels: torch.Tensor, change: torch.Tensor, seen: torch.Tensor) -> None:
+    """See `umbp.kernels.turn_gates`."""
+    check_gates(channels, change, seen)
+    for word, (channel, add) in enumerate(zip(channels.tolist(), change.tolist(), strict=True)):
+        arrived, refused = _counter(signal_address(channel, 0)).value, _counter(refused_address(channel, 0)).value
+        gate = _counter(gate_address(channel, 0))
+        seen[word] = torch.tensor([gate.value, arrived, refused])
+        gate.value += add
+
+
+def page_mend(window: Window, group: LayerGroup, starts: torch.Tensor, status: torch.Tensor, *, rank: int, blocks: int) -> None:
+    """See `umbp.kernels.page_mend`."""
+    check_mend(window, group, starts, status, rank, blocks)
+    for word, lost in enumerate(status.tolist()):
+        if lost:
+            first, last = int(starts[word]), int(starts[word + 1])
+            part = Window(window.host_base, window.table[first:last], window.granule, window.wanted, window.slots_end)
+            _copy(part, group, rank, store=False)
 
 
 def page_load(window: Window, group: LayerGroup, *, rank: int, blocks: int) -> None:

@@ -20,8 +20,17 @@ On the device a table is rows, so that all that one item needs lies side by side
 Kernels trust them: an address here is dereferenced. What can be checked without the memory itself is checked when they are made, on the
 host, from NumPy arrays: so a launch costs no look at values.
 
-Signals. A signal pad is memory of one rank that its peers add to: 64-bit counters that only grow (at 4,096 a load, 32 bits would wrap
-within a day), each on a line of its own so that writers do not fight. `signal_address` is where a counter lies.
+Signals. A signal pad is memory of one rank, its reader, that its peers add to. It is made of channels, one for each writer and use; a
+channel is three words of 64 bits, each on a line of its own so that nobody fights, and none is ever reset:
+
+    arrived   grows by one for each block that has written what it had to, behind a release
+    gate      tag << 40 | how many blocks have entered; only the reader changes the tag
+    refused   grows by one for each block that found another tag than its own
+
+A block enters before it writes anything, by one atomic addition that counts it and tells it the tag. Either it comes before the reader
+changes the tag, then the reader's next look counts it; or after, then it writes nothing. So a reader that has changed the tag, and then
+sees ``entered == arrived + refused``, knows that nobody writes into its memory any more, whatever happens to the writers' processes: a
+block that runs needs no processor of the host to come to its end.
 """
 
 from __future__ import annotations
@@ -40,7 +49,11 @@ BLOCKS_MAX = 65_535
 ITEMS_MAX = 2**31 - 1 - BLOCKS_MAX  # a work item's number is an int32 in the kernels, also the first one past the end
 RUN_BYTES_MAX = 2**31 - 1
 POLLS_MAX = 2**31 - 1
-SIGNAL_BYTES = 128  # one line of the L2 of gfx942, gfx950 and sm_90 alike
+LINE_BYTES = 128  # of the L2 of gfx942, gfx950 and sm_90 alike
+CHANNEL_BYTES = 4 * LINE_BYTES  # three are used
+TAG_SHIFT = 40  # 10^12 blocks before a count would reach the tag: 3,000 years at one load of 512 blocks a 50 ms
+TAG_MAX = (1 << 22) - 1  # positive in a word with a sign
+TAG_CLOSED = 1 << 22  # no block has it
 UNWANTED = -1
 
 PAGE_COLUMNS = 1  # before the slots
@@ -48,8 +61,18 @@ RUN_COLUMNS = 3  # before the bases
 
 
 def signal_address(pad: int, signal: int) -> int:
-    """Where counter number ``signal`` of the pad at address ``pad`` lies."""
-    return pad + signal * SIGNAL_BYTES
+    """Where channel number ``signal`` of the pad at address ``pad`` counts arrivals."""
+    return pad + signal * CHANNEL_BYTES
+
+
+def gate_address(pad: int, signal: int) -> int:
+    """Where the channel's gate lies."""
+    return signal_address(pad, signal) + LINE_BYTES
+
+
+def refused_address(pad: int, signal: int) -> int:
+    """Where the channel counts blocks that were not let in."""
+    return signal_address(pad, signal) + 2 * LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,19 +236,23 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pads:
-    """Base address of every rank's signal pad as mapped in this process; 0 for a rank that is not to be told: dead, or not on the
-    roster."""
+    """int64[R, 2]: base address of every rank's signal pad as mapped in this process, and the tag that its gate must show. Address 0 for a
+    rank that is not to be told: dead, or not on the roster."""
 
     table: torch.Tensor
 
     @classmethod
-    def of(cls, addresses: I64, device: Any = "cpu") -> Pads:
-        """From int64[R]."""
+    def of(cls, addresses: I64, device: Any = "cpu", *, tags: I64 | None = None) -> Pads:
+        """From int64[R] each. Without ``tags`` they are 0, as the gates of a new pad are."""
         _array(addresses, "pads", (None,))
         _ranks(len(addresses))
+        tags = np.zeros_like(addresses) if tags is None else tags
+        _array(tags, "tags", (len(addresses),))
         if int(addresses.min()) < 0 or int(np.bitwise_or.reduce(addresses)) % 8:
             raise InvalidRequest("a pad's address is negative or no multiple of 8", field="pads")
-        return cls(torch.from_numpy(np.ascontiguousarray(addresses)).to(device))
+        if int(tags.min()) < 0 or int(tags.max()) > TAG_MAX:
+            raise InvalidRequest(f"tags are 0 .. {TAG_MAX}", field="tags")
+        return cls(torch.from_numpy(np.column_stack([addresses, tags])).to(device))
 
     @property
     def ranks(self) -> int:
@@ -253,14 +280,36 @@ def check_solo(window: Window, group: LayerGroup, rank: int, blocks: int) -> int
 
 def check_wait(addresses: torch.Tensor, wanted: torch.Tensor, status: torch.Tensor, polls: int) -> None:
     """What a wait asks of its arguments."""
-    for name, tensor, dtype in (("addresses", addresses, torch.int64), ("wanted", wanted, torch.int64), ("status", status, torch.int32)):
+    _words(addresses, wanted=(wanted, torch.int64), status=(status, torch.int32))
+    if not 1 <= polls <= POLLS_MAX:
+        raise InvalidRequest(f"{polls} polls, expected 1 .. {POLLS_MAX}", field="polls", example="1_000_000")
+
+
+def check_gates(channels: torch.Tensor, change: torch.Tensor, seen: torch.Tensor) -> None:
+    """What a turn of gates asks of its arguments."""
+    _words(channels, change=(change, torch.int64))
+    if seen.dtype != torch.int64 or tuple(seen.shape) != (len(channels), 3) or not seen.is_contiguous() or seen.device != channels.device:
+        raise InvalidRequest(f"{seen.dtype}{list(seen.shape)} on {seen.device}, expected torch.int64[{len(channels)}, 3]", field="seen")
+
+
+def check_mend(window: Window, group: LayerGroup, starts: torch.Tensor, status: torch.Tensor, rank: int, blocks: int) -> int:
+    """What a mend asks of its arguments; gives the granule."""
+    if starts.dtype != torch.int64 or starts.ndim != 1 or len(starts) != len(status) + 1 or status.dtype != torch.int32:
+        raise InvalidRequest(
+            f"starts {starts.dtype}{list(starts.shape)}, status {status.dtype}{list(status.shape)}; int64[W + 1], int32[W]", field="starts"
+        )
+    if starts.device != status.device or starts.device != window.table.device:
+        raise InvalidRequest(f"on {starts.device} and {status.device}, the window on {window.table.device}", field="starts")
+    return check_solo(window, group, rank, blocks)
+
+
+def _words(addresses: torch.Tensor, **others: tuple[torch.Tensor, torch.dtype]) -> None:
+    for name, (tensor, dtype) in {"addresses": (addresses, torch.int64), **others}.items():
         if tensor.dtype != dtype or tensor.shape != addresses.shape or tensor.ndim != 1 or not tensor.is_contiguous():
             raise InvalidRequest(f"{tensor.dtype}{list(tensor.shape)}, expected {dtype}[W], contiguous", field=name)
         if tensor.device != addresses.device:
             raise InvalidRequest(f"on {tensor.device}, addresses on {addresses.device}", field=name)
     _current(addresses.device)
-    if not 1 <= polls <= POLLS_MAX:
-        raise InvalidRequest(f"{polls} polls, expected 1 .. {POLLS_MAX}", field="polls", example="1_000_000")
 
 
 def _match(window: Window, group: LayerGroup, readers: range, blocks: int) -> int:

@@ -1,8 +1,9 @@
 """Hold a stream until counters have reached their values, or until a bounded number of looks was in vain.
 
-For each word w:  ``status[w] = 0 if counter(addresses[w]) >= wanted[w] else 1``, where the looks that failed add up to at most
-``polls`` over all words. A dead peer therefore costs a bounded time, once; the words after it are still looked at, once each, so that
-the statuses tell exactly whose pages are missing.
+For each word w:  ``status[w] |= counter(addresses[w]) < wanted[w]``, where the looks that failed add up to at most ``polls`` over all
+words. A dead peer therefore costs a bounded time, once; the words after it are still looked at, once each, so that the statuses tell
+exactly whose pages are missing. Who is lost stays lost: a word whose status is 1 already is not waited for, so that of many waits of one
+load, over the same statuses, only the first one pays for a dead peer.
 
 One block, of one warp: waiting in the blocks of the copy itself would hold compute units, and hang where not all blocks run at once.
 
@@ -31,17 +32,19 @@ def wait_signal_kernel(addresses, wanted, status, words: tl.int32, polls: tl.int
         counter = tl.load(addresses + word).to(tl.pointer_type(tl.int64))
         want = tl.load(wanted + word)
         seen = tl.atomic_add(counter, 0, sem="relaxed", scope="sys")
-        while (seen < want) & (left > 0):
+        patient = tl.load(status + word) == 0
+        while (seen < want) & (left > 0) & patient:
             seen = tl.atomic_add(counter, 0, sem="relaxed", scope="sys")
             left -= 1
         final = tl.atomic_add(counter, 0, sem="acquire", scope="sys")
-        tl.store(status + word, (final < want).to(tl.int32))
+        tl.store(status + word, ((final < want) | (patient == 0)).to(tl.int32))
 
 
 def wait_signal(addresses: torch.Tensor, wanted: torch.Tensor, status: torch.Tensor, *, polls: int) -> Any:
     """Queue it on the current stream: ``addresses`` int64[W] of counters in this rank's own pad, ``wanted`` int64[W], ``status`` int32[W].
 
-    Whoever uses what was waited for must look at ``status`` first. Returns Triton's compiled kernel; None in the interpreter or for W = 0.
+    ``status`` is 0 at first. Whoever uses what was waited for must look at it. Returns Triton's compiled kernel; None in the interpreter
+    or for W = 0.
     """
     check_wait(addresses, wanted, status, polls)
     if len(addresses) == 0:
