@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import signal
 import time
 from typing import Any
@@ -47,6 +48,29 @@ def test_pages_come_back_into_any_slots_and_nothing_else_is_touched(pool: umbp.P
     assert done.read_bytes == count * namespace.object_bytes
     assert cache.has(numbers, slots).all()
     assert cache.untouched(slots)
+
+
+def test_nothing_is_written_before_the_event(pool: umbp.Pool) -> None:
+    class Event:
+        def __init__(self) -> None:
+            self.asked, self.passed = threading.Event(), threading.Event()
+
+        def synchronize(self) -> None:
+            self.asked.set()
+            assert self.passed.wait(20)
+
+    cache, numbers, event = Cache(), range(20), Event()
+    namespace = cache.namespace(pool, tenant="after")
+    stored(cache, namespace, numbers)
+    cache.wipe()
+    slots = slots_for(3, 20)
+    with umbp.Loader(namespace, cache.tensors) as loader:
+        load = loader.load(keys_of(numbers), slots, after=event)
+        assert event.asked.wait(20)
+        assert cache.untouched([])
+        event.passed.set()
+        assert load.finish().missing.tolist() == []
+    assert cache.has(numbers, slots).all()
 
 
 def test_layers_come_in_order_for_asyncio_too(pool: umbp.Pool) -> None:

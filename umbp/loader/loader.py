@@ -123,19 +123,19 @@ class Loader:
         """How many leading pages can be restored now; no call."""
         return self.namespace.prefix(keys, session=session)
 
-    def load(self, keys: Any, slots: Any, *, deadline: float = DEADLINE_SECONDS, verify: str = "never") -> Load:
+    def load(self, keys: Any, slots: Any, *, deadline: float = DEADLINE_SECONDS, verify: str = "never", after: Any = None) -> Load:
         """Start to restore pages into these slots; returns at once.
 
         ``keys`` (n, 32), ``slots`` (n,) distinct page indices of the tensors. ``deadline``: seconds after which what is not there is
-        missing. ``verify``: compare checksums of no, some or all pages before they are moved. In a group, a load of no pages helps the
-        other ranks with theirs.
+        missing. ``verify``: compare checksums of no, some or all pages before they are moved. ``after``: something with ``synchronize()``
+        (a torch event), waited for before anything is written. In a group, a load of no pages helps the other ranks with theirs.
         """
         array = as_keys(keys)
         places: I64 = as_slots(slots, len(array), self.tensors.pages)
         if not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
             raise InvalidRequest(f"{deadline!r} is not a number of seconds above 0 and up to an hour", field="deadline", example="10")
         load = Load(len(array), self.tensors.layers, time.monotonic() + deadline)
-        self._loads.submit(self._run, load, array, places, verify)
+        self._loads.submit(self._run, load, array, places, verify, after)
         return load
 
     def offload(self, keys: Any, slots: Any, *, after: Any = None, parent: bytes | None = None) -> Offload:
@@ -177,13 +177,15 @@ class Loader:
 
     # -- loads -------------------------------------------------------------------------------------------------------------------------
 
-    def _run(self, load: Load, keys: U8, slots: I64, verify: str) -> None:
+    def _run(self, load: Load, keys: U8, slots: I64, verify: str, after: Any) -> None:
         """One load, to its end; nothing raises."""
         held: Mask = np.zeros(len(keys), bool)
         reason, taken = "", Taken()
         try:
             if load.over:  # its deadline passed before its turn came
                 return
+            if after is not None:
+                after.synchronize()
             why = self._why_alone(len(keys), verify)
             if not why and self._rank is not None:
                 try:

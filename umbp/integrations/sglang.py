@@ -1,0 +1,434 @@
+"""SGLang's external linker: its device pools straight to the pool of this node, with no patch and no host tier in between.
+
+    --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic
+    --unified-cache-external-linker-config '{"linker": "UMBPLinker", "linker_module_path": "umbp.integrations.sglang"}'
+
+Theory of operation
+-------------------
+SGLang's radix tree calls a linker from its scheduler, one per worker process. Nothing here may raise into it or make it wait.
+
+*Lookup* is one probe of the shared index for each bundle of pools (`umbp.integrations.sglang_pools`), in this process, without a call. KV
+must be there from the first page on; windows and states only where a prefix ends. So the answer is a set of lengths: a length counts if all
+of it can be restored. SGLang takes the longest that all ranks have.
+
+*Load* of an admitted request leases its pages in one call, before the engine relies on them. From then on none of them can be evicted. If
+one is gone already, a worker alone says no, and the engine computes the prompt as if it had never been found. Ranks of a group cannot say
+no one by one (they would disagree, and hang): there the load goes on and is reported as failed, as below.
+
+*Start* hands all requests of a batch to the loaders, one load a bundle, at most: a key that two requests want goes in a second load. The
+forward waits layer by layer, where SGLang's pools ask for it (`LayerLoads.wait_until`): for the bytes on a CPU, by its stream on a GPU. In
+a group each page is read from the segment by one rank; ranks need not agree on anything first, and a batch without loads is no event at
+all.
+
+*Finish* waits until nothing writes to any slot of the batch, and says whether every page arrived. If not, SGLang ends the requests of that
+batch with a 503, and nothing of them enters the tree: what can still get there is a pool that dies during a load, or a deadline.
+
+*Offload*: see `umbp.integrations.sglang_offloads`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from umbp.client import Lease, Namespace, connect
+from umbp.integrations import versions
+from umbp.layout import KEYS_PER_CALL_MAX
+from umbp.loader import Load, Loader
+from umbp.types import I64, U8, Mask
+
+KNOWN = ("0.5.23",)
+METHODS = frozenset(
+    [
+        "lookup",
+        "load",
+        "start_layer_wise_loading",
+        "finish_layer_wise_loading",
+        "cancel_queued_load",
+        "offload",
+        "num_completed_offloads",
+        "pop_completed_offload",
+        "reset",
+        "close",
+    ]
+)
+try:
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+    from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+    from sglang.srt.utils import get_device_module
+
+    from umbp.integrations.sglang_offloads import Node, OffloadQueue, Part
+    from umbp.integrations.sglang_place import Place, Settings, open_namespace
+    from umbp.integrations.sglang_pools import Bundle, bundles, device_group, keys_of
+except ImportError as error:
+    raise versions.does_not_fit("sglang", KNOWN, str(error)) from error
+if unmet := UnifiedCacheLinker.__abstractmethods__ - METHODS:
+    raise versions.does_not_fit("sglang", KNOWN, f"its linkers also have {', '.join(sorted(unmet))}")
+
+log = logging.getLogger("umbp.integrations.sglang")
+REQUESTS_REMEMBERED_MAX = 4096  # whose key lists were noted: SGLang looks a waiting request up again in every step
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """A bundle with its namespace and loader."""
+
+    bundle: Bundle
+    namespace: Namespace
+    loader: Loader
+
+
+@dataclass(slots=True)
+class Wanted:
+    """An admitted request until its batch has ended. ``parts``: shelf -> keys (n, 32) and slots (n,); ``leases`` protect them."""
+
+    parts: dict[int, tuple[U8, I64]]
+    leases: list[Lease] = field(default_factory=list)
+
+
+class LayerLoads:
+    """The loads of each batch, as what SGLang's pools wait on: it stands where SGLang's own layer counter would."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.producer_index = -1
+        self.consumer_index = -1
+        self._batches: dict[int, list[Load]] = {}
+
+    def begin(self, loads: list[Load]) -> int:
+        """A new batch's number."""
+        self.producer_index += 1
+        self._batches[self.producer_index] = loads
+        return self.producer_index
+
+    def set_consumer(self, index: int) -> None:
+        """The forward that comes next is this batch's."""
+        self.consumer_index = index
+
+    def wait_until(self, layer: int) -> None:
+        """Before the forward reads this layer. A layer that will not come does not raise: `end` tells."""
+        for load in self._batches.get(self.consumer_index, ()):
+            load.wait(min(layer, load.layers - 1))
+
+    def end(self, index: int) -> list[Load]:
+        """The batch's loads; it is forgotten."""
+        return self._batches.pop(index, [])
+
+    def reset(self) -> list[Load]:
+        """All loads that were not ended; back to the start."""
+        loads = [load for batch in self._batches.values() for load in batch]
+        self._batches.clear()
+        self.producer_index = self.consumer_index = -1
+        return loads
+
+
+@dataclass(frozen=True, slots=True)
+class LinkerStatistics:
+    """Counts of one worker. ``refused_loads`` were computed instead; ``failed_batches`` were reported to SGLang as failed."""
+
+    lookups: int
+    pages_asked: int
+    pages_found: int
+    loads: int
+    refused_loads: int
+    failed_batches: int
+    offloaded_pages: int
+    failed_nodes: int
+
+
+class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
+    """One worker's link to the pool. `Settings` says what ``linker_extra_config`` may hold."""
+
+    def __init__(
+        self, server_args: Any, params: Any, *, components: set[Any], extra_config: dict[str, Any] | None = None, forward_stream: Any = None
+    ) -> None:
+        if remark := versions.remark("sglang", KNOWN):
+            log.warning("%s", remark)
+        settings = Settings.of(extra_config)
+        self.settings = settings
+        self.forward_stream = forward_stream
+        self.place = place = Place.of(params)
+        kvcache = params.token_to_kv_pool_allocator.get_kvcache()
+        self.pool_group = device_group(kvcache, params.page_size, params, components)
+        self.pools = self.pool_group.entry_map
+        self.layer_done_counter = LayerLoads(self.pool_group.num_layers)
+        self._pool = connect(settings.pool, client=f"sglang tp{place.tp_rank} pp{place.pp_rank} cp{place.cp_rank}")
+        self.shelves: list[Shelf] = []
+        try:
+            name, near = place.neighbours(self._pool.boot)
+            for bundle in bundles(self.pool_group, params.page_size):
+                namespace = open_namespace(self._pool, bundle, settings, place, server_args, params.page_size)
+                small = bundle.source != PoolName.KV  # windows and states are a few pages: they are read alone
+                staging = min(settings.staging_bytes, 8 << 20) if small else settings.staging_bytes
+                group = place.group(name, near, staging) if bundle.replicated and settings.group else None
+                loader = Loader(namespace, bundle.tensors, group, copy_threads=settings.copy_threads)
+                self.shelves.append(Shelf(bundle, namespace, loader))
+        except BaseException:
+            self._close_shelves()
+            raise
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
+        self._queued: dict[str, Wanted] = {}
+        self._started: dict[int, list[Wanted]] = {}
+        self._noted: OrderedDict[str, None] = OrderedDict()
+        self._errands = ThreadPoolExecutor(1, thread_name_prefix="umbp-lease")
+        self._offloads = OffloadQueue([shelf.loader for shelf in self.shelves], self._was_stored, f"umbp-offload-tp{place.tp_rank}")
+        self._count = dict.fromkeys(("lookups", "pages_asked", "pages_found", "loads", "refused_loads", "failed_batches"), 0)
+        log.info("UMBP on %s: %s; rank %d of %d, group of %d", self._pool, self.shelves, place.tp_rank, place.tp_size, len(near))
+
+    def __repr__(self) -> str:
+        return f"<UMBPLinker tp{self.place.tp_rank} on {self._pool}, {len(self.shelves)} namespaces, {len(self._queued)} loads queued>"
+
+    def statistics(self) -> LinkerStatistics:
+        """A snapshot."""
+        return LinkerStatistics(**self._count, offloaded_pages=self._offloads.pages, failed_nodes=self._offloads.failed_nodes)
+
+    # -- lookup ------------------------------------------------------------------------------------------------------------------------
+
+    def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
+        """Every number of pages, from the first of the KV transfer's keys on, that can be restored with all that belongs to it."""
+        try:
+            return self._lengths(rid, {transfer.name: transfer for transfer in transfers})
+        except Exception:
+            log.exception("a lookup of %s failed: nothing is found", rid)
+            return []
+
+    def _lengths(self, rid: str, by_source: dict[PoolName, PoolTransfer]) -> list[int]:
+        kv = by_source.get(PoolName.KV)
+        if kv is None or not kv.keys:
+            return []
+        keys = keys_of(kv.keys)
+        self._count["lookups"] += 1
+        self._count["pages_asked"] += len(keys)
+        pages, ends = len(keys), None
+        for shelf in self.shelves:
+            transfer = by_source.get(shelf.bundle.source)
+            if transfer is None:
+                return []
+            hit = self._stored(shelf, keys if shelf.bundle.source == PoolName.KV else keys[:pages], rid)
+            if shelf.bundle.source == PoolName.KV:
+                pages = min(pages, len(hit) if hit.all() else int(hit.argmin()))
+            else:
+                whole = windows_that_are_whole(hit, max(1, len(transfer.keys or ())))
+                ends = whole if ends is None else ends & whole
+            if not pages:
+                return []
+        found = list(range(1, pages + 1)) if ends is None else (np.flatnonzero(ends) + 1).tolist()
+        self._count["pages_found"] += found[-1] if found else 0
+        return found
+
+    def _stored(self, shelf: Shelf, keys: U8, rid: str) -> Mask:
+        """Which pages are there. The first time that a request asks, its keys go to the access history."""
+        if rid not in self._noted and shelf.bundle.source == PoolName.KV:
+            self._noted[rid] = None
+            while len(self._noted) > REQUESTS_REMEMBERED_MAX:
+                self._noted.popitem(last=False)
+            return shelf.namespace.lookup(keys)
+        look = shelf.namespace.operations.look(keys)
+        return np.zeros(len(keys), bool) if look is None else look.found.hit
+
+    # -- loads -------------------------------------------------------------------------------------------------------------------------
+
+    def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        """Queue an admitted request's pages for the next start. False: none of it can be had, compute it."""
+        try:
+            wanted = self._wanted(transfers)
+        except Exception:
+            log.exception("the load of %s was refused", rid)
+            return False
+        if not wanted.parts or rid in self._queued:
+            return False
+        self._count["loads"] += 1
+        if not self._protect(wanted) and self.place.alone:
+            self._count["refused_loads"] += 1
+            self._let_go(wanted)
+            return False
+        self._queued[rid] = wanted
+        return True
+
+    def _wanted(self, transfers: list[PoolTransfer]) -> Wanted:
+        by_source = {transfer.name: transfer for transfer in transfers if transfer.keys}
+        parts = {}
+        for number, shelf in enumerate(self.shelves):
+            transfer = by_source.get(shelf.bundle.source)
+            if transfer is not None:
+                parts[number] = (keys_of(transfer.keys), shelf.bundle.slots(transfer))
+        return Wanted(parts)
+
+    def _protect(self, wanted: Wanted) -> bool:
+        """Lease all pages; whether all of them are held. A pool that does not answer in time counts as no."""
+        asked = self._errands.submit(self._lease, wanted)
+        try:
+            return asked.result(self.settings.protect_seconds)
+        except NotInTime:
+            return False
+
+    def _lease(self, wanted: Wanted) -> bool:
+        try:
+            for number, (keys, _) in wanted.parts.items():
+                namespace = self.shelves[number].namespace
+                lease = namespace.run(namespace.operations.lease(keys, None, "never"))
+                wanted.leases.append(lease)
+                if not lease.held.all():
+                    return False
+        except Exception as error:  # noqa: BLE001 - it is a no, whatever the reason
+            log.warning("pages could not be leased: %s", error)
+            return False
+        return True
+
+    def _let_go(self, *gone: Wanted) -> None:
+        """Release their leases, after all that was asked for them; nobody waits for it."""
+        self._errands.submit(self._release, gone)
+
+    def _release(self, gone: tuple[Wanted, ...]) -> None:
+        for wanted in gone:
+            for lease in wanted.leases:
+                namespace = self.shelves[0].namespace
+                namespace.run(namespace.operations.release(lease))
+            wanted.leases.clear()
+
+    def cancel_queued_load(self, rid: str) -> bool:
+        """Forget a load that was not started."""
+        wanted = self._queued.pop(rid, None)
+        if wanted is None:
+            return False
+        self._let_go(wanted)
+        return True
+
+    def start_layer_wise_loading(self) -> int:
+        """Start all queued loads; the batch's number, or -1 if there are none."""
+        if not self._queued:
+            return -1
+        batch, self._queued = list(self._queued.values()), {}
+        after = get_device_module().Event()
+        after.record()  # slots may still be read by what runs on the device now
+        loads: list[Load] = []
+        try:
+            for number, shelf in enumerate(self.shelves):
+                parts = [wanted.parts[number] for wanted in batch if number in wanted.parts]
+                if parts:
+                    loads += self._start(
+                        shelf, np.concatenate([keys for keys, _ in parts]), np.concatenate([slots for _, slots in parts]), after
+                    )
+        except Exception:
+            log.exception("a batch of %d loads could not be started", len(batch))
+            for load in loads:
+                load.cancel()
+            loads.append(never("it could not be started"))
+        index = self.layer_done_counter.begin(loads)
+        self._started[index] = batch
+        return index
+
+    def _start(self, shelf: Shelf, keys: U8, slots: I64, after: Any) -> list[Load]:
+        loads = []
+        for which in distinct(keys):
+            for start in range(0, len(which), KEYS_PER_CALL_MAX):
+                part = which[start : start + KEYS_PER_CALL_MAX]
+                loads.append(shelf.loader.load(keys[part], slots[part], deadline=self.settings.deadline_seconds, after=after))
+        return loads
+
+    def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Wait until nothing of this batch is written to any slot; whether every page of it arrived."""
+        done = [load.finish() for load in self.layer_done_counter.end(counter_index)]
+        self._let_go(*self._started.pop(counter_index, ()))
+        reasons = {each.reason or "?" for each in done if len(each.missing)}
+        if reasons:
+            self._count["failed_batches"] += 1
+            log.error("%d pages did not arrive: %s", sum(len(each.missing) for each in done), "; ".join(sorted(reasons)))
+        return not reasons
+
+    # -- offloads ----------------------------------------------------------------------------------------------------------------------
+
+    def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
+        """Accept a node. False only for one without KV keys, which is so on every rank."""
+        by_source = {transfer.name: transfer for transfer in transfers if transfer.keys}
+        if PoolName.KV not in by_source:
+            return False
+        parts: dict[int, Part] = {}
+        try:
+            for number, shelf in enumerate(self.shelves):
+                transfer = by_source.get(shelf.bundle.source)
+                if transfer is not None:
+                    parts[number] = Part(keys_of(transfer.keys), partial(shelf.bundle.slots, transfer))
+            events = self.record_offload_ready()
+        except Exception:
+            log.exception("an offload was refused")
+            parts, events = {}, []
+        self._offloads.put(Node(parts, events, session=session_id))
+        return True
+
+    def _was_stored(self, node: Node) -> None:
+        """A node's pages are all in the pool."""
+
+    def num_completed_offloads(self) -> int:
+        """Results that can be popped now."""
+        return self._offloads.completed()
+
+    def pop_completed_offload(self) -> bool:
+        """The oldest accepted offload's result: whether all of it is stored."""
+        return self._offloads.take()
+
+    # -- the end -----------------------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Nothing is read from or written to any slot after this, and no result is left."""
+        loads = self.layer_done_counter.reset()
+        for load in loads:
+            load.cancel()
+        for load in loads:
+            load.finish()
+        self._let_go(*self._queued.values(), *(wanted for batch in self._started.values() for wanted in batch))
+        self._queued.clear()
+        self._started.clear()
+        self._offloads.reset()
+
+    def close(self) -> None:
+        """`reset`, and let go of the pool."""
+        self.reset()
+        self._offloads.close()
+        self._errands.shutdown(wait=True)
+        self._close_shelves()
+
+    def _close_shelves(self) -> None:
+        for shelf in self.shelves:
+            shelf.loader.close()
+        self._pool.close()
+
+
+def windows_that_are_whole(hit: Mask, window: int) -> Mask:
+    """For each length 1 .. n: whether the last ``window`` pages of it (all, where it is shorter) are there; (n,) bool."""
+    total = np.concatenate([[0], np.cumsum(hit)])
+    ends = np.arange(1, len(hit) + 1)
+    starts = np.maximum(ends - window, 0)
+    whole: Mask = total[ends] - total[starts] == ends - starts
+    return whole
+
+
+def distinct(keys: U8) -> list[I64]:
+    """Indices of keys such that each part has each key once: the first part all distinct keys, the next the second ones, and so on."""
+    words = np.ascontiguousarray(keys).view(np.uint64)[:, 0]  # of a digest, so that two keys of one word are as likely as a broken sha256
+    left: I64 = np.arange(len(keys))
+    parts = []
+    while len(left):
+        _, first = np.unique(words[left], return_index=True)
+        first.sort()
+        parts.append(left[first])
+        left = np.delete(left, first)
+    return parts
+
+
+def never(reason: str) -> Load:
+    """A load of one page that has failed already."""
+    load = Load(1, 1, 0.0)
+    load.end(np.zeros(1, bool), reason)
+    return load
+
+
+__all__ = ["LinkerStatistics", "UMBPLinker"]

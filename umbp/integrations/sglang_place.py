@@ -1,0 +1,175 @@
+"""Where an SGLang worker stands: what the user configured, whose KV it holds, and with which other ranks it shares a pool.
+
+Ranks that hold the same KV form a group for loads and offloads if their pool is the same process. They agree on that once, when they start:
+each says which pool it is connected to (this machine's and the pool's boot id) and a random number; the lowest rank's number of each pool
+becomes the group's name. That is the only collective of the engine's that is ever entered, and all ranks start together. A pool that
+restarts keeps its groups' names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from umbp.client import Namespace, Pool
+from umbp.errors import InvalidRequest
+from umbp.grammar import parse_size
+from umbp.integrations.sglang_pools import Bundle
+from umbp.loader import Group
+
+SETTINGS_EXAMPLE = '{"pool": "/tmp/umbp-0/default.sock", "tenant": "team-a"}'
+# What makes other bytes of the same tokens: read from SGLang's arguments, where it has them.
+ARGUMENTS = (
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "load_format",
+    "json_model_override_args",
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``linker_extra_config``, all of it optional.
+
+    ``pool``: the pool's socket. ``model``, ``revision``, ``tenant``, ``salt``: parts of the identity; model and revision come from SGLang's
+    arguments. ``group``: whether ranks with the same KV load together. ``staging``: segment memory a rank for that. ``deadline_seconds``: a
+    load that takes longer has failed. ``protect_seconds``: how long the scheduler waits for the lease of an admitted request.
+    ``copy_threads``: cores of a rank that copy.
+    """
+
+    pool: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    tenant: str | None = None
+    salt: str | None = None
+    group: bool = True
+    staging: str = "64MiB"
+    deadline_seconds: float = 10.0
+    protect_seconds: float = 0.1
+    copy_threads: int | None = None
+
+    @classmethod
+    def of(cls, extra_config: Any) -> Settings:
+        """Check it. InvalidRequest names the key."""
+        values = dict(extra_config or {})
+        known = {field.name: field for field in fields(cls)}
+        for name, value in values.items():
+            if name not in known:
+                raise InvalidRequest(
+                    f"unknown key {name!r}; there are {', '.join(known)}", field="linker_extra_config", example=SETTINGS_EXAMPLE
+                )
+            kinds = {"group": bool, "deadline_seconds": (int, float), "protect_seconds": (int, float), "copy_threads": int}.get(name, str)
+            if value is None and getattr(cls, name, None) is None:
+                continue
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):  # type: ignore[arg-type]
+                raise InvalidRequest(f"{value!r} is of the wrong kind", field=f"linker_extra_config.{name}", example=SETTINGS_EXAMPLE)
+        settings = cls(**values)
+        for name, low, high in (("deadline_seconds", 0.01, 3600.0), ("protect_seconds", 0.001, 60.0), ("copy_threads", 1, 64)):
+            number = getattr(settings, name)
+            if number is not None and not low <= number <= high:
+                raise InvalidRequest(f"{number} is outside {low} .. {high}", field=f"linker_extra_config.{name}", example=str(low))
+        return settings
+
+    @property
+    def staging_bytes(self) -> int:
+        """``staging`` as a number."""
+        return parse_size(self.staging, "linker_extra_config.staging")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One worker among the ranks of its attention group, context-parallel group and pipeline."""
+
+    tp_rank: int
+    tp_size: int
+    cp_rank: int
+    cp_size: int
+    pp_rank: int
+    pp_size: int
+    cpu_group: Any
+
+    @classmethod
+    def of(cls, params: Any) -> Place:
+        """From SGLang's parameters of the cache."""
+        group = params.attn_tp_cache_group or params.tp_cache_group
+        there = group is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+        rank = torch.distributed.get_rank(group) if there else 0
+        world = torch.distributed.get_world_size(group) if there else 1
+        return cls(rank, world, params.attn_cp_rank, params.attn_cp_size, params.pp_rank, params.pp_size, group if there else None)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has to take the same decisions as this one."""
+        return self.tp_size == self.cp_size == self.pp_size == 1
+
+    def neighbours(self, boot: int) -> tuple[str, list[int]]:
+        """All ranks of the attention group call this once: a name that those with this pool share, and their ranks, ascending."""
+        machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+        pool = int.from_bytes(hashlib.sha256(machine + boot.to_bytes(8, "little")).digest()[:7], "little")
+        mine = torch.tensor([pool, secrets.randbits(62)], dtype=torch.int64)
+        if self.cpu_group is None:
+            return f"sglang-{int(mine[1]):x}", [0]
+        found = [torch.zeros_like(mine) for _ in range(self.tp_size)]
+        torch.distributed.all_gather(found, mine, group=self.cpu_group)
+        near = [rank for rank, each in enumerate(found) if int(each[0]) == pool]
+        return f"sglang-{int(found[near[0]][1]):x}", near
+
+    def group(self, name: str, near: list[int], staging_bytes: int) -> Group | None:
+        """This rank's place in the group of those that share its pool; None if it is the only one."""
+        if len(near) == 1:
+            return None
+        return Group(name, near.index(self.tp_rank), len(near), staging_bytes=staging_bytes)
+
+
+def open_namespace(pool: Pool, bundle: Bundle, settings: Settings, place: Place, server_args: Any, page_tokens: int) -> Namespace:
+    """The namespace of a bundle: the model, what its weights and arguments are, and the rank where its KV differs from others'."""
+    model = settings.model or getattr(server_args, "model_path", None)
+    if not isinstance(model, str) or not model:
+        raise InvalidRequest("SGLang's arguments name no model", field="linker_extra_config.model", example="deepseek-v4-pro")
+    revision = settings.revision
+    if revision is None:
+        revision = f"{getattr(server_args, 'revision', None) or ''}+{fingerprint(model, server_args)}"
+    ranks: dict[str, Any] = {} if bundle.replicated else {"tp_rank": place.tp_rank, "tp_size": place.tp_size}
+    return pool.namespace(
+        model=model[-256:],
+        revision=revision,
+        page_tokens=page_tokens,
+        layout=bundle.layout,
+        replicated=bundle.replicated,
+        tenant=settings.tenant,
+        salt=settings.salt,
+        pp_rank=place.pp_rank,
+        pp_size=place.pp_size,
+        cp_rank=place.cp_rank,
+        cp_size=place.cp_size,
+        **ranks,
+    )
+
+
+def fingerprint(model: str, server_args: Any) -> str:
+    """16 hexadecimal digits of what else makes other bytes: arguments, and of a local model its configuration and the sizes of its files.
+
+    The same on every node that serves the same files with the same arguments. New weights of the same sizes at the same path are not seen:
+    give them a ``revision``.
+    """
+    facts: dict[str, Any] = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
+    folder = Path(model)
+    if folder.is_dir():
+        config = folder / "config.json"
+        facts["config"] = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
+        with os.scandir(folder) as entries:
+            facts["files"] = sorted(
+                (entry.name, entry.stat().st_size) for entry in entries if entry.name.endswith((".safetensors", ".bin"))
+            )
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

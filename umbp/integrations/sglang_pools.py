@@ -1,0 +1,199 @@
+"""SGLang's device pools as objects of UMBP: which tensors make up one page, and where a transfer's pages lie in them.
+
+SGLang describes a model's KV cache as physical pools (KV, indexer, window, states ...). Each follows the slots of one of three *sources*:
+KV (a page for every page of the prompt), SWA (the pages of a trailing window) and MAMBA (one state for the end of a prefix). Pools of one
+source share their slots and their keys, so all of them together are one object a page here: what SGLang calls a lookup of many pools is one
+probe for each source, and a page is there with all its parts or not at all. Such a set of pools is a *bundle*: one namespace, one loader.
+
+The groups are assembled by SGLang itself where it can (DeepSeek-V4, DSA, MLA + Mamba, SWA + Mamba), and by `plain_group` where it refuses
+what there is no reason to refuse: plain MLA, plain MHA, SWA without Mamba, MHA + Mamba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_pool_assembler import _stage_local_layer_mapping, _swa_layer_mappings
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
+    DevicePoolEntry,
+    DevicePoolGroup,
+    _mamba_device_pool_entry,
+    resolve_hybrid_device_pool_group,
+)
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from umbp.errors import InvalidRequest
+from umbp.layout import Layout
+from umbp.types import I64, U8
+
+PAGE_MAJOR = ("hnd", "vectorized_5d")  # layouts of MHA buffers whose first dimension counts pages
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """All pools of one source, as one object a page.
+
+    ``tensors``: component -> one tensor a logical layer, None where it has none; ``layout`` describes them. ``slot_tokens``: device indices
+    that a transfer gives for each key. ``replicated``: every rank of the attention group holds the same bytes.
+    """
+
+    source: PoolName
+    replicated: bool
+    slot_tokens: int
+    tensors: dict[str, list[torch.Tensor | None]]
+    layout: Layout
+    mapper: Callable[[torch.Tensor], torch.Tensor] | None
+
+    def slots(self, transfer: PoolTransfer) -> I64:
+        """(keys,) int64: the page index of each key in all tensors. InvalidRequest unless each key has an aligned page of its own."""
+        indices = transfer.device_indices
+        if indices is None:
+            raise InvalidRequest(f"the {transfer.name} transfer has no slots", field="transfers")
+        if self.mapper is not None:
+            indices = self.mapper(indices)
+        flat = indices.detach().to(device="cpu", dtype=torch.int64).numpy().reshape(-1)
+        count, size = len(transfer.keys or ()), self.slot_tokens
+        if len(flat) != count * size:
+            raise InvalidRequest(f"{len(flat)} slots for {count} keys of {size} each", field=f"transfers[{transfer.name}]")
+        pages = flat.reshape(count, size)
+        starts = pages[:, 0]
+        if (starts % size).any() or not (pages == starts[:, None] + np.arange(size)).all():
+            raise InvalidRequest("slots are not whole pages", field=f"transfers[{transfer.name}]")
+        places: I64 = starts // size
+        return places
+
+
+def keys_of(texts: Any) -> U8:
+    """(n, 32) uint8 of SGLang's hashes, 64 hexadecimal digits each."""
+    return np.frombuffer(bytes.fromhex("".join(texts)), np.uint8).reshape(len(texts), -1)
+
+
+# -- from SGLang's groups ----------------------------------------------------------------------------------------------------------
+
+
+def device_group(kvcache: Any, page_size: int, params: Any, components: set[Any]) -> DevicePoolGroup:
+    """SGLang's own group of device pools, or ours where it has none. ValueError says why neither can be had."""
+    try:
+        return resolve_hybrid_device_pool_group(kvcache=kvcache, page_size=page_size, params=params, components=components)
+    except (ValueError, AssertionError) as error:
+        group = plain_group(kvcache, page_size, params)
+        if group is None:
+            raise ValueError(f"UMBP cannot hold the KV of {type(kvcache).__name__} yet: {error}") from error
+        return group
+
+
+def bundles(group: DevicePoolGroup, page_tokens: int) -> list[Bundle]:
+    """The group's pools by source, KV first. Pools that are replicated and pools that are not never share an object."""
+    sets: dict[tuple[Any, ...], list[DevicePoolEntry]] = {}
+    for entry in group.entries:
+        replicated = group.rank_replicated or type(entry.device_pool) is MLATokenToKVPool
+        sets.setdefault((entry.indices_from_pool, replicated, entry.page_size, entry._index_mapper), []).append(entry)
+    found = [_bundle(entries, *key, layers=group.num_layers, page_tokens=page_tokens) for key, entries in sets.items()]
+    return sorted(found, key=lambda bundle: (bundle.source != PoolName.KV, str(bundle.source), not bundle.replicated))
+
+
+def _bundle(
+    entries: list[DevicePoolEntry], source: PoolName, replicated: bool, slot_tokens: int, mapper: Any, *, layers: int, page_tokens: int
+) -> Bundle:
+    tensors: dict[str, list[torch.Tensor | None]] = {}
+    rows: dict[str, str] = {}
+    for entry in entries:
+        for number, buffers in enumerate(entry.components):
+            for layer, mapped in entry.layer_mapping.items():
+                for place, index in enumerate((mapped,) if isinstance(mapped, int) else mapped):
+                    kind = str(buffers[index].dtype).removeprefix("torch.")
+                    name = f"{entry.name}.{number}.{place}.{kind}"
+                    tensors.setdefault(name, [None] * layers)[layer] = buffers[index]
+                    rows[name] = "page" if entry._row_span == 1 else "token"
+    layout = Layout.of(tensors, page_tokens=page_tokens, rows=rows)
+    return Bundle(source, replicated, slot_tokens, tensors, layout, mapper)
+
+
+# -- our own groups ----------------------------------------------------------------------------------------------------------------
+
+
+def plain_group(kvcache: Any, page_size: int, params: Any) -> DevicePoolGroup | None:
+    """A group for what SGLang's assembler leaves out; None if there is a reason to (a kind of pool that is not known here)."""
+    if type(kvcache) is SWAKVPool:
+        parts = _window_entries(kvcache, page_size, params)
+    elif type(kvcache) is HybridLinearKVPool:
+        parts = _hybrid_entries(kvcache, page_size, params)
+    else:
+        parts = _entries(PoolName.KV, kvcache, {layer: layer for layer in range(kvcache.layer_num)}, page_size, _drafts(params))
+    if parts is None:
+        return None
+    for pool in params.sidecar_draft_device_pools:
+        draft = _entries(PoolName.DRAFT, pool, {layer: layer for layer in range(pool.layer_num)}, page_size, ())
+        if draft is None or pool.page_size != page_size:
+            return None
+        draft[0].indices_from_pool = PoolName.KV
+        parts += draft
+    layers = 1 + max(layer for entry in parts for layer in entry.layer_mapping)
+    replicated = all(type(entry.device_pool) is MLATokenToKVPool for entry in parts)
+    return DevicePoolGroup(parts, layers, page_size, rank_replicated=replicated)
+
+
+def _drafts(params: Any) -> tuple[Any, ...]:
+    return tuple(params.mtp_draft_device_pools)
+
+
+def _entries(name: PoolName, pool: Any, layers: dict[int, int], page_size: int, drafts: tuple[Any, ...]) -> list[DevicePoolEntry] | None:
+    """One entry of a plain pool; the draft pools' layer N rides with the target's layer N."""
+    if any(type(draft) is not type(pool) for draft in drafts):
+        return None
+    together = (pool, *drafts)
+    mapping: dict[int, tuple[int, ...]]
+    extra: list[tuple[int, ...]]
+    if type(pool) is MLATokenToKVPool:
+        buffers = [buffer for each in together for buffer in each.kv_buffer]
+        mapping = {layer: (index,) for layer, index in layers.items()}
+        extra = [(len(pool.kv_buffer) + depth,) for depth in range(len(buffers) - len(pool.kv_buffer))]
+    elif type(pool) is MHATokenToKVPool and pool.k_scale_buffer is None and pool.native_k_scale_buffer is None:
+        keys = [buffer for each in together for buffer in each.k_buffer]
+        buffers = [*keys, *(buffer for each in together for buffer in each.v_buffer)]
+        mapping = {layer: (index, len(keys) + index) for layer, index in layers.items()}
+        own = len(pool.k_buffer)
+        extra = [(own + depth, len(keys) + own + depth) for depth in range(len(keys) - own)]
+    else:
+        return None
+    if len(extra) > len(mapping):
+        return None
+    for layer, more in zip(sorted(mapping), extra, strict=False):
+        mapping[layer] += more
+    by_page = getattr(pool, "kv_cache_layout", "") in PAGE_MAJOR
+    return [
+        DevicePoolEntry(
+            name=name,
+            indices_from_pool=name,
+            device_pool=pool,
+            components=[buffers],
+            layer_mapping=mapping,
+            page_size=page_size,
+            rows_are_pages=by_page,
+        )
+    ]
+
+
+def _window_entries(kvcache: Any, page_size: int, params: Any) -> list[DevicePoolEntry] | None:
+    """Full attention and sliding windows side by side; drafts of such models have no pool that is known here."""
+    full, window = _swa_layer_mappings(kvcache)
+    if _drafts(params):
+        return None
+    parts = _entries(PoolName.KV, kvcache.full_kv_pool, full, page_size, ())
+    more = _entries(PoolName.SWA, kvcache.swa_kv_pool, window, page_size, ())
+    return None if parts is None or more is None else parts + more
+
+
+def _hybrid_entries(kvcache: Any, page_size: int, params: Any) -> list[DevicePoolEntry] | None:
+    """Full attention and linear states."""
+    if _drafts(params):
+        return None
+    full = _stage_local_layer_mapping(kvcache.full_attention_layer_id_mapping, kvcache.start_layer)
+    parts = _entries(PoolName.KV, kvcache.full_kv_pool, full, page_size, ())
+    return None if parts is None else [*parts, _mamba_device_pool_entry(params.req_to_token_pool, kvcache.start_layer)]
