@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import signal
+import threading
 import time
 from typing import Any
 
