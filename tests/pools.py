@@ -36,7 +36,8 @@ TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv
 class PoolProcess:
     """One pool, started when the ``with`` block begins. ``ready`` is what its ready line says."""
 
-    def __init__(self, *options: str, dram: str = "64MiB") -> None:
+    def __init__(self, *options: str, dram: str = "64MiB", module: str = "umbp.pool") -> None:
+        """``module``: what is run by ``python -m`` instead of the pool, and takes the same options."""
         self.name = f"test-{uuid.uuid4().hex[:12]}"
         self.folder = Path(tempfile.mkdtemp(prefix="umbp-"))  # short: the path of a socket has 107 bytes at most
         self.shm_dir = Path(tempfile.mkdtemp(prefix="umbp-test-", dir="/dev/shm"))
@@ -45,7 +46,7 @@ class PoolProcess:
         self._log = self.folder / "log"
         self._process: subprocess.Popen[bytes] | None = None
         places = ["--name", self.name, "--socket", self.socket, "--shm-dir", str(self.shm_dir), "--http", "127.0.0.1:0", "--dram", dram]
-        self.command = [sys.executable, "-m", "umbp.pool", *places, *options]
+        self.command = [sys.executable, "-m", module, *places, *options]
 
     def __enter__(self) -> PoolProcess:
         try:

@@ -186,6 +186,13 @@ class PoolConfig:
     watermark_high: float = _option("Policies", _share, "0.95", "0.95", "evict when more than this share is used")
     watermark_low: float = _option("Policies", _share, "0.90", "0.90", "and stop at this share")
     checksum: str = _option("Policies", _choice("lazy", "put", "off"), "lazy", "lazy", "checksums: after commit, at put, or none")
+    fetch: str = _option(
+        "Policies",
+        _choice("copy", "promote", "pass_through"),
+        "copy",
+        "promote",
+        "what becomes of pages that were fetched",
+    )
     lease_seconds: float = _option("Limits", parse_duration, "10s", "10s", "how long a lease lasts unless renewed")
     lease_seconds_max: float = _option("Limits", parse_duration, "300s", "5min", "the longest lease that a client can ask for")
     lease_share: float = _option("Limits", _share, "1.0", "0.8", "share of the pool that may be leased at a time")

@@ -72,6 +72,21 @@ class WriteStatus(IntEnum):
         return self.name.lower()
 
 
+PENDING = 255  # of a page that is being fetched: on its way; every other status of it is a `ReadStatus`
+NOWHERE = 255  # where a `Tier` is asked for: nobody has the page
+
+
+class PrefetchState(IntEnum):
+    """What has become of a prefetch."""
+
+    QUEUED = 0  # nothing of it has begun
+    RUNNING = 1
+    READY = 2  # every page is in DRAM
+    PARTIAL = 3  # some are
+    FAILED = 4  # none is
+    EXPIRED = 5  # its deadline came before all was decided; what is there counts
+
+
 class Statuses(Sequence[Any]):
     """One status per item of a batch, in the caller's order.
 

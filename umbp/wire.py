@@ -23,6 +23,8 @@ VERSION = 1
 FRAME_BYTES_MAX = 8 << 20  # 65,536 keys with ids, versions and sums are 3.4 MiB
 HEADER_BYTES_MAX = 64 << 10
 BATCH_MAX = 1024  # keys of one call that costs the pool a few microseconds a key: some ms is the longest that it is away from others
+LARGE_BATCH_MAX = 4096  # and of one that costs it less than that: a prompt of 256 K tokens
+FETCH_SECONDS_MAX = 3600
 PREFIX = struct.Struct("<II")
 
 UPGRADE_REQUEST = b"GET /v1/session HTTP/1.1\r\nHost: umbp\r\nConnection: Upgrade\r\nUpgrade: umbp-session/1\r\n\r\n"
@@ -30,11 +32,13 @@ UPGRADE_REPLY = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpg
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
 Batch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=BATCH_MAX)]
+LargeBatch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGE_BATCH_MAX)]
 Row: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 SECONDS_MAX = 86_400
 TEXT_CHARS_MAX = 256
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
+FetchSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=FETCH_SECONDS_MAX)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
 
@@ -198,6 +202,57 @@ class Leave(Message, frozen=True, tag="leave"):
     round: Number
 
 
+class Fetch(Message, frozen=True, tag="fetch"):
+    """Bring what is not in DRAM from wherever it is, within ``seconds``; answered at once. ``before``: the key before the first, or "".
+
+    Arrays: keys u8[n, 32].
+    """
+
+    row: Row
+    number: Number
+    n: Batch
+    seconds: FetchSeconds
+    before: Hex = ""
+
+
+class GetFetched(Message, frozen=True, tag="get_fetched"):
+    """What has come of a fetch by now."""
+
+    number: Number
+
+
+class EndFetch(Message, frozen=True, tag="end_fetch"):
+    """This client waits for it no more; what came is not protected for it any more."""
+
+    number: Number
+
+
+class Locate(Message, frozen=True, tag="locate"):
+    """From which tier would these pages come? Arrays: keys u8[n, 32]."""
+
+    row: Row
+    number: Number
+    n: LargeBatch
+
+
+class Prefetch(Message, frozen=True, tag="prefetch"):
+    """Bring pages that are wanted later. The same ``request`` with the same keys is the same prefetch. Arrays: keys u8[n, 32]."""
+
+    row: Row
+    number: Number
+    n: LargeBatch
+    request: Annotated[str, msgspec.Meta(min_length=1, max_length=TEXT_CHARS_MAX)]
+    seconds: FetchSeconds
+    hold: FetchSeconds = 0.0
+
+
+class GetPrefetched(Message, frozen=True, tag="get_prefetched"):
+    """What has become of a prefetch by now."""
+
+    row: Row
+    request: Text
+
+
 class GetStatus(Message, frozen=True, tag="status"):
     """What ``/v1/status`` says."""
 
@@ -227,6 +282,12 @@ Request: TypeAlias = (
     | OpenGroup
     | Join
     | Leave
+    | Fetch
+    | GetFetched
+    | EndFetch
+    | Locate
+    | Prefetch
+    | GetPrefetched
     | GetStatus
     | Bye
 )
@@ -235,7 +296,7 @@ Request: TypeAlias = (
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The session is open. ``segment`` is the path of the shared-memory file."""
+    """The session is open. ``segment`` is the path of the shared-memory file; ``fetches``: pages may be had from elsewhere than DRAM."""
 
     session: int
     boot: int
@@ -245,6 +306,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     lease_seconds_max: float
     reservation_seconds: float
     checksum: str
+    fetches: bool = False
 
 
 class NamespaceOpened(Message, frozen=True, tag="namespace"):
@@ -305,6 +367,23 @@ class Roster(Message, frozen=True, tag="roster"):
     seats: list[tuple[int, int, int, int, int]]
 
 
+class Fetched(Message, frozen=True, tag="fetched"):
+    """``left`` pages are still on their way. Arrays: status u8[n] of `umbp.types.ReadStatus`, 255 on its way."""
+
+    number: int
+    n: int
+    left: int
+
+
+class Prefetched(Message, frozen=True, tag="prefetched"):
+    """``state``: queued, running, ready, partial, failed, expired. Arrays: status u8[n] as in `Fetched`."""
+
+    request: str
+    state: str
+    n: int
+    left: int
+
+
 class Document(Message, frozen=True, tag="document"):
     """Any JSON."""
 
@@ -319,7 +398,21 @@ class Failed(Message, frozen=True, tag="error"):
     field: str = ""
 
 
-Reply: TypeAlias = Welcome | NamespaceOpened | Reserved | Statuses | Leased | Numbers | Sums | ScratchTaken | Roster | Document | Failed
+Reply: TypeAlias = (
+    Welcome
+    | NamespaceOpened
+    | Reserved
+    | Statuses
+    | Leased
+    | Numbers
+    | Sums
+    | ScratchTaken
+    | Roster
+    | Fetched
+    | Prefetched
+    | Document
+    | Failed
+)
 
 _encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)

@@ -15,7 +15,7 @@ import umbp
 from tests.field.people import keys_of
 from tests.pools import PoolProcess
 from umbp import Layout
-from umbp.client.sync import Waker
+from umbp.client.waker import Waker
 from umbp.errors import Unavailable
 
 SECONDS_MAX = 15.0  # the background thread looks every ten seconds whether its pool is still wanted

@@ -14,7 +14,9 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from umbp import wire
+from umbp.client import fetches
 from umbp.client.address import socket_path
+from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
 from umbp.client.operations import Fill, Operations
@@ -22,7 +24,7 @@ from umbp.client.steps import Call, Operation, Send, T, drive
 from umbp.client.sync import CLOSE_SECONDS_MAX, CONNECT_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
-from umbp.types import Mask, Statuses
+from umbp.types import U8, Mask, Statuses
 
 log = logging.getLogger("umbp.client")
 
@@ -264,9 +266,21 @@ class AsyncNamespace:
         """As `put`, for a caller that writes the pages in place; ``fill`` runs in a thread where there is much to write."""
         return await self._pool.run(self._operations.fill(keys, fill, parent))
 
-    async def get(self, keys: Any, out: Any, *, verify: str = "never") -> Statuses:
+    async def get(self, keys: Any, out: Any, *, verify: str = "never", deadline: float | None = None) -> Statuses:
         """Copy pages into ``out``: one `ReadStatus` an item."""
-        return await self._pool.run(self._operations.get(keys, out, verify))
+        return await self._pool.run(fetches.get(self._operations, keys, out, verify, deadline))
+
+    async def locate(self, keys: Any) -> U8:
+        """From where each page would come, (n,) uint8 of `Tier`, 255 where nobody has it."""
+        return await self._pool.run(fetches.locate(self._operations, keys))
+
+    async def prefetch(self, keys: Any, *, deadline: float | None = None, request_id: str = "", hold: float = 0.0) -> PrefetchStatus:
+        """Have pages brought into DRAM that are wanted later; returns at once."""
+        return await self._pool.run(fetches.prefetch(self._operations, keys, deadline, request_id, hold))
+
+    async def prefetch_status(self, request_id: str) -> PrefetchStatus:
+        """What has become of a prefetch by now."""
+        return await self._pool.run(fetches.prefetch_status(self._operations, request_id))
 
     async def lookup(self, keys: Any, *, session: str = "") -> Mask:
         """Which keys are stored, (n,) bool; no call."""

@@ -70,6 +70,7 @@ class Bond:
     words: U64
     namespaces: U64
     data: U8
+    fetches: bool = False  # pages that are not in DRAM may be had from elsewhere
 
     def call(self, message: wire.Message, *arrays: Any, seconds: float = CALL_SECONDS_MAX) -> Call:
         """A request that counts under this bond only."""
@@ -161,7 +162,8 @@ class Link:
         assert self.segment is not None
         found = self.segment
         with self._lock:  # last: whoever sees the new bond sees the new rows
-            self.bond = Bond(reply.session, reply.boot, reply.checksum, found.reader(), found.words, found.namespaces, found.data.array)
+            views = (found.reader(), found.words, found.namespaces, found.data.array)
+            self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, reply.fetches)
         self.up = True
 
     def open_namespace(self, opened: Opened) -> Operation[None]:

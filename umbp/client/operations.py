@@ -88,14 +88,19 @@ class Operations:
 
     def get(self, keys: Any, out: Any, verify: str) -> Operation[Statuses]:
         """Copy pages out; one `ReadStatus` an item."""
-        array, rows = as_keys(keys), as_rows(out, self.object_bytes, "out", writable=True)
+        array, rows = as_keys(keys), self.rows(out)
         _check_lengths(array, rows, "out")
         _check_verify(verify)
+        if len(array):
+            self.note_once(array)
+        return (yield from self.read(array, rows, verify))
+
+    def read(self, array: U8, rows: Rows, verify: str) -> Operation[Statuses]:
+        """`get` of what is in DRAM, of arguments that were checked, without a word to the access history."""
         status = np.full(len(array), ReadStatus.MISS, np.uint8)
         if not len(array):
             return Statuses(status, ReadStatus)
         look = self.look(array)
-        self.note_once(array)
         if look is None:
             status[:] = ReadStatus.BUSY
             return Statuses(status, ReadStatus)
@@ -114,6 +119,16 @@ class Operations:
             self.link.statistics.optimistic_lost += len(again)
             yield from self._get_leased(array, again, rows, status, verify)
         return Statuses(status, ReadStatus)
+
+    def rows(self, out: Any) -> Rows:
+        """The caller's memory for a read."""
+        return as_rows(out, self.object_bytes, "out", writable=True)
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether the pool can have pages brought that are not in its DRAM."""
+        bond = self.link.bond_or_none()
+        return bond is not None and bond.fetches
 
     def _copy_out(self, look: Look, which: I64, rows: Rows) -> Operation[Mask]:
         """Copy these items of a probe and say which were whole: still of the same version, in a namespace of the same number."""
@@ -320,14 +335,14 @@ class Operations:
         hit = np.zeros(len(array), bool)
         for start in range(0, len(array), wire.BATCH_MAX):
             part = array[start : start + wire.BATCH_MAX]
-            bond, number = self._current()
+            bond, number = self.current()
             reply, blob = yield bond.call(wire.Remove(self.opened.row, number, len(part)), part)
             hit[start : start + len(part)] = blob.take(np.uint8, reply.n)
         return hit
 
     def flush(self) -> Operation[int]:
         """Everything of the namespace is gone; how many objects that was."""
-        bond, number = self._current()
+        bond, number = self.current()
         reply, _ = yield bond.call(wire.Flush(self.opened.row, number))
         return int(reply.numbers[0])
 
@@ -337,7 +352,7 @@ class Operations:
         _check_seconds(seconds, zero=True)
         if not isinstance(note, str) or len(note) > wire.TEXT_CHARS_MAX:
             raise InvalidRequest(f"a note is text of at most {wire.TEXT_CHARS_MAX} characters", field="note", example="system prompt")
-        bond, number = self._current()
+        bond, number = self.current()
         reply, _ = yield bond.call(wire.Pin(self.opened.row, number, len(array), seconds, note), array)
         return int(reply.numbers[0])
 
@@ -347,7 +362,7 @@ class Operations:
             raise InvalidRequest(f"{number!r} is not the number of a pin", field="number", example="what pin() returned")
         yield self.link.bond_now().call(wire.Unpin(number))
 
-    def _current(self) -> tuple[Bond, int]:
+    def current(self) -> tuple[Bond, int]:
         """The bond of the moment and the namespace's number under it. Unavailable if there is no pool."""
         bond = self.link.bond_now()
         number = self.link.number_of(bond, self.opened)

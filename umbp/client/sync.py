@@ -19,14 +19,17 @@ from collections.abc import Generator
 from typing import Any
 
 from umbp import wire
+from umbp.client import fetches
 from umbp.client.address import socket_path
+from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
 from umbp.client.operations import Fill, Operations
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, run
+from umbp.client.waker import Waker
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
-from umbp.types import Mask, Statuses
+from umbp.types import U8, Mask, Statuses
 
 log = logging.getLogger("umbp.client")
 CONNECT_SECONDS_MAX = 2.0
@@ -113,49 +116,6 @@ class Connection:
     def close(self) -> None:
         """At once."""
         self._socket.close()
-
-
-class Waker:
-    """A pipe that ends another thread's `select`. It is closed once, at the latest with its last holder, and then does nothing:
-    its descriptors may be somebody else's by then.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.read_fd = self._write_fd = -1
-        self.read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self.read_fd, False)
-        os.set_blocking(self._write_fd, False)  # a full pipe wakes as well
-
-    def wake(self) -> None:
-        """Let the thread look."""
-        with self._lock:
-            if self._write_fd >= 0:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._write_fd, b"x")
-
-    def clear(self) -> None:
-        """It has looked."""
-        with self._lock:
-            if self.read_fd >= 0:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self.read_fd, 65536)
-
-    def close(self) -> None:
-        """At once; does nothing the second time."""
-        with self._lock:
-            fds, self.read_fd, self._write_fd = (self.read_fd, self._write_fd), -1, -1
-            for fd in fds:
-                if fd >= 0:
-                    os.close(fd)
-
-    def forked(self) -> None:
-        """In the child of a fork: our copies of the descriptors go, whoever held the lock."""
-        self._lock = threading.Lock()
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Pool:
@@ -429,12 +389,30 @@ class Namespace:
         """
         return self._pool.run(self._operations.fill(keys, fill, parent))
 
-    def get(self, keys: Any, out: Any, *, verify: str = "never") -> Statuses:
+    def get(self, keys: Any, out: Any, *, verify: str = "never", deadline: float | None = None) -> Statuses:
         """Copy pages into ``out``, an (n, object_bytes) array or a list of buffers: one `ReadStatus` an item, no exception for a miss.
 
         What is not a HIT leaves its row undefined. ``verify``: compare checksums of no, some or all pages ("never", "sampled", "always").
+        ``deadline``: seconds (2 by default) for pages that must be brought from the SSD or another node, where the pool has such; what has
+        not come by then is BUSY. 0: only what is in DRAM.
         """
-        return self._pool.run(self._operations.get(keys, out, verify))
+        return self._pool.run(fetches.get(self._operations, keys, out, verify, deadline))
+
+    def locate(self, keys: Any) -> U8:
+        """From where each page would come, (n,) uint8 of `Tier`, 255 where nobody has it; one call where not all are in DRAM."""
+        return self._pool.run(fetches.locate(self._operations, keys))
+
+    def prefetch(self, keys: Any, *, deadline: float | None = None, request_id: str = "", hold: float = 0.0) -> PrefetchStatus:
+        """Have pages brought into DRAM that are wanted later, within ``deadline`` seconds (20 by default); returns at once.
+
+        The same ``request_id`` with the same arguments is the same prefetch and gets the same answer, from any client of this pool; with
+        others it is a Conflict. ``hold``: seconds for which the pages are kept from eviction once they are there.
+        """
+        return self._pool.run(fetches.prefetch(self._operations, keys, deadline, request_id, hold))
+
+    def prefetch_status(self, request_id: str) -> PrefetchStatus:
+        """What has become of a prefetch by now; it is known for a minute after its end. NotFound after that."""
+        return self._pool.run(fetches.prefetch_status(self._operations, request_id))
 
     def lookup(self, keys: Any, *, session: str = "") -> Mask:
         """Which keys are stored, (n,) bool; no call. Protects nothing. ``session`` names the conversation, for the access history."""

@@ -246,11 +246,12 @@ class Pool:
     # -- writes ------------------------------------------------------------------------------------------------------------------------
 
     def reserve(
-        self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float, *, number: int | None = None
+        self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float, *, number: int | None = None, admit: bool = True
     ) -> Reserved:
         """Room for those of these keys that are neither stored nor being written. ``parent`` is the key before the first, or empty.
 
         ``number`` is the namespace number that the client knows: if the row has another now (a flush, or a new segment), all is FLUSHED.
+        ``admit``: the admission policy has a say.
         """
         account = self.find_namespace(row).account
         if number is not None and number != account.number:
@@ -262,7 +263,7 @@ class Pool:
         status = np.where(found.hit, WriteStatus.EXISTS, WriteStatus.PENDING).astype(np.uint8)
         names: list[bytes] = words.view("V32").reshape(-1).tolist()
         mine = self._first_of_absent(account, found.hit, names)
-        if mine.any():
+        if admit and mine.any():
             declined = np.flatnonzero(mine)[~self.admission.admit(now, prints[mine], fill=self._fill())]
             status[declined] = WriteStatus.NOT_ADMITTED
             mine[declined] = False

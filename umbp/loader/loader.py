@@ -8,6 +8,9 @@ asked whether it stood all the time: pages for which it did not are missing, as 
 page, and no failure raises into the serving loop: it is a reason in the answer. A load of a group: see `umbp.loader.group`; whatever it
 cannot do there it does alone.
 
+Pages that are not in DRAM (`umbp.client.fetches`) are brought there first, for at most `FETCH_SHARE` of the load's time, and held until the
+load is over; what has not come by then is missing. A load of pages that are all in DRAM makes no call for it.
+
 An offload: see `umbp.loader.offloads`.
 
 Loads run one after the other in a thread of the loader, offloads in another, so that an offload never delays a load's first layer. Copies
@@ -30,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from umbp.client import Lease, Namespace
+from umbp.client.fetches import end, hold
 from umbp.errors import InvalidRequest, LeaseLost, UmbpError
 from umbp.layout import as_keys
 from umbp.loader.area import TABLE_PAGES_MAX
@@ -38,10 +42,11 @@ from umbp.loader.group import Alone, Group, Rank
 from umbp.loader.handles import Load, Offload
 from umbp.loader.offloads import Offloads
 from umbp.loader.tensors import KvTensors, as_slots
-from umbp.types import I64, U8, Mask
+from umbp.types import I64, NOWHERE, U8, Mask
 
 log = logging.getLogger("umbp.loader")
 DEADLINE_SECONDS = 10.0
+FETCH_SHARE = 0.8  # of a load's time may be spent on waiting for pages from elsewhere: the rest is for moving what came
 COPY_THREADS_MAX = 4
 WAYS = ("auto", "solo", "staged")
 # A meeting costs about 0.3 ms (two round trips), in which one link of 55 GB/s carries 16 MB: what is less is there sooner alone.
@@ -120,8 +125,13 @@ class Loader:
         return self._copies.threads
 
     def lookup(self, keys: Any, *, session: str = "") -> int:
-        """How many leading pages can be restored now; no call."""
-        return self.namespace.prefix(keys, session=session)
+        """How many leading pages can be restored now. No call, but one for pages that may be elsewhere, where there is such a place."""
+        array = as_keys(keys)
+        length = self.namespace.prefix(array, session=session)
+        if length < len(array) and self.namespace.operations.may_fetch:
+            absent = self.namespace.locate(array[length:]) == NOWHERE
+            length += int(absent.argmax()) if absent.any() else len(absent)
+        return length
 
     def load(self, keys: Any, slots: Any, *, deadline: float = DEADLINE_SECONDS, verify: str = "never", after: Any = None) -> Load:
         """Start to restore pages into these slots; returns at once.
@@ -180,10 +190,12 @@ class Loader:
     def _run(self, load: Load, keys: U8, slots: I64, verify: str, after: Any) -> None:
         """One load, to its end; nothing raises."""
         held: Mask = np.zeros(len(keys), bool)
-        reason, taken = "", Taken()
+        reason, taken, wanted = "", Taken(), None
         try:
             if load.over:  # its deadline passed before its turn came
                 return
+            seconds = max(0.0, FETCH_SHARE * (load.deadline - time.monotonic()))
+            wanted = self.namespace.run(hold(self.namespace.operations, keys, seconds, lambda: load.over or load.cancelled))
             if after is not None:
                 after.synchronize()
             why = self._why_alone(len(keys), verify)
@@ -204,6 +216,8 @@ class Loader:
         finally:
             load.read_bytes = taken.segment
             load.end(held, reason)
+            if wanted is not None:
+                self.namespace.run(end(wanted))
             self._taken.add(taken)
             self._count["pages"] += len(keys)
             self._count["missing"] += len(load.finish().missing)

@@ -18,6 +18,7 @@ import numpy as np
 
 from umbp.core.pool import Pool
 from umbp.errors import InvalidRequest, LimitReached
+from umbp.pool.fetching import Fetching
 from umbp.pool.meetings import Meetings
 from umbp.store.segment import Segment, held
 from umbp.types import I64, U64
@@ -30,6 +31,7 @@ class Server(Protocol):
 
     pool: Pool
     meetings: Meetings
+    fetching: Fetching
     segment: Segment
     name: str
 
@@ -113,6 +115,7 @@ class Owners:
         """The connection closed; ``clean``: the client said before that it has let go of everything."""
         owner.connected = False
         self.server.meetings.session_ended(owner.session)
+        self.server.fetching.session_ended(owner.session)
         gone = clean or (owner.pidfd < 0 and not self._holds(owner))
         waiting = self.server.pool.connection_closed(owner.session, gone=gone)
         if not waiting:

@@ -29,6 +29,7 @@ import socket as sockets
 import stat
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -44,11 +45,13 @@ from umbp.metrics import Metrics
 from umbp.policies.base import ADMISSION, EVICTION, find
 from umbp.pool import dram as dram_start
 from umbp.pool.documents import status_document
+from umbp.pool.fetching import Fetching
 from umbp.pool.meetings import Meetings
 from umbp.pool.owners import Owner, Owners
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
 from umbp.pool.sessions import FrontDoor, Session
+from umbp.pool.sources import Source
 from umbp.pool.sums import Summer
 from umbp.store import segment as segments
 from umbp.types import I64, U64
@@ -75,8 +78,10 @@ class _Refusal(asyncio.Protocol):
 class PoolServer:
     """The process. `run` is its life."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, sources: Sequence[Source] = ()) -> None:
+        """``sources``: where pages come from that are not in DRAM, besides those that the configuration names."""
         self.config = config
+        self.sources = list(sources)
         self.name = config.name
         self.started = time.monotonic()
         self.state: Literal["starting", "ready", "stopping"] = "starting"
@@ -178,7 +183,8 @@ class PoolServer:
             self.segment.words[segments.H_STATE] = segments.SERVING
             self._say_ready()
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(self._housekeeping()), tasks.create_task(self.summer.run())]
+                running = (self._housekeeping(), self.summer.run(), self.fetching.run())
+                background = [tasks.create_task(each) for each in running]
                 await self._stop.wait()
                 self.state = "stopping"
                 for task in background:
@@ -226,6 +232,7 @@ class PoolServer:
         self.summer.committed()
         rounds = self.segment.words[segments.H_ROUNDS : segments.H_ROUNDS + 1]
         self.meetings = Meetings(Groups(self.pool.leases, self.pool.scratch, rounds), self.now)
+        self.fetching = Fetching(self.pool, self.segment.data.array, self.now, self.wake, self.sources, config.fetch)
         self.owners = Owners(self, config.sessions_max)
         self.owners.adopt(unfinished)
         if slice_.attached:
@@ -241,6 +248,7 @@ class PoolServer:
         if hasattr(self, "owners"):
             self.owners.close()
             self.meetings.close()
+            await self.fetching.close()
             self.summer.close()
             self.segment.words[segments.H_STATE] = segments.STOPPED
             kept = "released" if self.config.on_exit == "release" else "kept for the next start (--on-exit release gives it back)"
@@ -255,6 +263,7 @@ class PoolServer:
                 log.error("%s", "; ".join(faults) or "policies are well again")
             busy = self.pool.tick(self.now())
             self.owners.sweep()
+            self.fetching.tick(self.now())
             if busy:
                 await asyncio.sleep(0)  # requests come in between two slices
                 continue

@@ -21,10 +21,11 @@ from typing import Any, cast
 import numpy as np
 
 from umbp import wire
+from umbp.core.fetches import Ticket
 from umbp.errors import NotFound, ProtocolError, UmbpError
 from umbp.layout import Namespace
 from umbp.pool.owners import Owner, Owners, Server
-from umbp.types import I64, U64
+from umbp.types import I64, U8, U64, ReadStatus
 
 log = logging.getLogger("umbp.pool.sessions")
 HELLO_SECONDS_MAX = 10.0
@@ -182,6 +183,7 @@ class Session(asyncio.Protocol):
                 lease_seconds_max=limits.lease_seconds_max,
                 reservation_seconds=limits.reservation_seconds,
                 checksum=limits.checksum,
+                fetches=bool(self.server.fetching.sources),
             )
         )
 
@@ -325,6 +327,46 @@ class Session(asyncio.Protocol):
         intact = self.server.meetings.groups.leave(self.session, message.member, message.round)
         return wire.encode(wire.Numbers([int(intact)]))
 
+    def fetch(self, message: wire.Fetch, blob: wire.Blob, now: float) -> bytes:
+        keys = blob.keys(message.n)
+        blob.end()
+        before = bytes.fromhex(message.before)
+        ticket = self.server.fetching.fetch(now, self.session, message.row, message.number, keys, before, message.seconds)
+        if ticket is None:  # flushed: nothing of this number is anywhere
+            return wire.encode(wire.Fetched(0, message.n, 0), np.full(message.n, ReadStatus.MISS, np.uint8))
+        return _fetched(ticket)
+
+    def get_fetched(self, message: wire.GetFetched, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        return _fetched(self.server.fetching.fetches.ticket(self.session, message.number))
+
+    def end_fetch(self, message: wire.EndFetch, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        self.server.fetching.end(self.session, message.number)
+        return wire.encode(wire.Numbers([]))
+
+    def locate(self, message: wire.Locate, blob: wire.Blob, now: float) -> bytes:
+        keys = blob.keys(message.n)
+        blob.end()
+        return self._later(self._locate(message.row, message.number, keys))
+
+    async def _locate(self, row: int, number: int, keys: U8) -> bytes:
+        tiers = await self.server.fetching.locate(row, number, keys)
+        return wire.encode(wire.Statuses(len(tiers)), tiers)
+
+    def prefetch(self, message: wire.Prefetch, blob: wire.Blob, now: float) -> bytes:
+        keys = blob.keys(message.n)
+        blob.end()
+        return _prefetched(
+            self.server.fetching.prefetch(
+                now, message.row, message.number, keys, request=message.request, seconds=message.seconds, hold=message.hold
+            )
+        )
+
+    def get_prefetched(self, message: wire.GetPrefetched, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        return _prefetched(self.server.fetching.fetches.prefetched(message.row, message.request))
+
     def status(self, message: wire.GetStatus, blob: wire.Blob, now: float) -> bytes:
         blob.end()
         return wire.encode(wire.Document(self.server.status_document()))
@@ -339,6 +381,14 @@ class Session(asyncio.Protocol):
         """Number of this session."""
         assert self.owner is not None
         return self.owner.session
+
+
+def _fetched(ticket: Ticket) -> bytes:
+    return wire.encode(wire.Fetched(ticket.number, len(ticket.keys), ticket.left), ticket.status)
+
+
+def _prefetched(ticket: Ticket) -> bytes:
+    return wire.encode(wire.Prefetched(ticket.request, ticket.state.name.lower(), len(ticket.keys), ticket.left), ticket.status)
 
 
 HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
@@ -362,6 +412,12 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.OpenGroup: Session.group,
     wire.Join: Session.join,
     wire.Leave: Session.leave,
+    wire.Fetch: Session.fetch,
+    wire.GetFetched: Session.get_fetched,
+    wire.EndFetch: Session.end_fetch,
+    wire.Locate: Session.locate,
+    wire.Prefetch: Session.prefetch,
+    wire.GetPrefetched: Session.get_prefetched,
     wire.GetStatus: Session.status,
     wire.Bye: Session.bye,
 }

@@ -1,0 +1,219 @@
+"""Pages that are not in this node's DRAM, as a client asks for them: `get` that waits for them, `hold` for a load, prefetches.
+
+Theory of operation
+-------------------
+The pool brings the pages into its own DRAM, where they are read like all others. A fetch is asked for in one call, which is answered at
+once, and then looked after in short calls, so that a page that takes its time keeps nobody else from using this client's connection.
+Pages that have come are copied while others are on their way; until the client ends the fetch the pool keeps them from eviction.
+
+Only what the index does not show costs a call, and only where the pool said at hello that it has sources: a pool that is all there is
+answers a miss as before, without one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from umbp import wire
+from umbp.client.link import Bond
+from umbp.client.operations import Operations
+from umbp.client.steps import Operation, Pause
+from umbp.errors import InvalidRequest, UmbpError, Unavailable
+from umbp.layout import as_keys
+from umbp.types import I64, NOWHERE, PENDING, U8, Mask, PrefetchState, ReadStatus, Statuses, Tier
+
+FETCH_SECONDS = 2.0  # a prefill computes some 10 pages in this time: who has not come by then is better recomputed
+PAUSE_SECONDS = (0.0003, 0.004)  # between two looks at a fetch: first, longest. One call of 0.1 ms for about 10 MB on their way
+ANSWER_SECONDS = 0.25  # the pool ends a fetch at its deadline; this much later the client does
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStatus:
+    """What has become of a prefetch by now. ``there`` (n,) bool: which pages are in DRAM; ``left`` how many are on their way."""
+
+    request_id: str
+    state: PrefetchState
+    there: Mask
+    left: int
+
+    @property
+    def over(self) -> bool:
+        """Whether it is decided for every page."""
+        return self.state not in (PrefetchState.QUEUED, PrefetchState.RUNNING)
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Pages that this client has asked for. ``which`` (n,): indices of the caller's keys; ``status`` (n,) `ReadStatus` or PENDING."""
+
+    which: I64
+    status: U8
+    give_up: float
+    bond: Bond | None = None
+    parts: list[tuple[int, slice]] = field(default_factory=list)  # number of each fetch, and which of the pages are its
+    seen: Mask = field(default_factory=lambda: np.zeros(0, bool))
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to be waited for."""
+        return not (self.status == PENDING).any() or time.monotonic() > self.give_up
+
+    def fresh(self) -> I64:
+        """Indices of the caller's keys that have come since this was asked last."""
+        new = (self.status == ReadStatus.HIT) & ~self.seen
+        self.seen |= new
+        fresh: I64 = self.which[new]
+        return fresh
+
+
+def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: float | None) -> Operation[Statuses]:
+    """`Operations.get`, and what is not in DRAM by way of it, within ``deadline`` seconds. What has not come by then is BUSY."""
+    seconds = _seconds(deadline, FETCH_SECONDS)
+    statuses = yield from operations.get(keys, out, verify)
+    missing = np.flatnonzero(statuses.codes == ReadStatus.MISS)
+    if not len(missing) or not seconds or not operations.may_fetch:
+        return statuses
+    array, rows, codes = as_keys(keys), operations.rows(out), statuses.codes
+    wanted = Wanted(missing, np.full(len(missing), PENDING, np.uint8), time.monotonic() + seconds + ANSWER_SECONDS)
+    try:
+        yield from _ask(operations, wanted, array, seconds)
+        pause = PAUSE_SECONDS[0]
+        while True:
+            if len(fresh := wanted.fresh()):
+                codes[fresh] = (yield from operations.read(array[fresh], rows.only(fresh), verify)).codes
+                pause = PAUSE_SECONDS[0]
+            if wanted.over:
+                break
+            yield Pause(pause)
+            pause = min(1.5 * pause, PAUSE_SECONDS[1])
+            yield from _look(wanted)
+    except UmbpError:  # the pool went, or it has no room for one more that waits
+        pass
+    finally:
+        yield from end(wanted)
+    absent = wanted.status != ReadStatus.HIT
+    codes[missing[absent]] = np.where(wanted.status[absent] == PENDING, ReadStatus.BUSY, wanted.status[absent])
+    return statuses
+
+
+def hold(operations: Operations, keys: U8, seconds: float, stop: Callable[[], bool]) -> Operation[Wanted | None]:
+    """Have these pages brought into DRAM and wait for it, or until ``stop``; they stay until `end`.
+
+    None if all are there, or can be had from nowhere else.
+    """
+    look = operations.look(keys) if operations.may_fetch and len(keys) else None
+    if look is None or look.found.hit.all():
+        return None
+    every = np.arange(len(keys))
+    wanted = Wanted(every, np.full(len(keys), PENDING, np.uint8), time.monotonic() + seconds + ANSWER_SECONDS)
+    try:
+        yield from _ask(operations, wanted, keys, seconds)
+        pause = PAUSE_SECONDS[0]
+        while not wanted.over and not stop():
+            yield Pause(pause)
+            pause = min(1.5 * pause, PAUSE_SECONDS[1])
+            yield from _look(wanted)
+    except UmbpError:
+        pass
+    except BaseException:
+        yield from end(wanted)
+        raise
+    return wanted
+
+
+def end(wanted: Wanted) -> Operation[None]:
+    """Wait no longer, and let go of what came."""
+    parts, wanted.parts = wanted.parts, []
+    for number, _ in parts:
+        with contextlib.suppress(UmbpError):
+            assert wanted.bond is not None
+            yield wanted.bond.call(wire.EndFetch(number))
+
+
+def locate(operations: Operations, keys: Any) -> Operation[U8]:
+    """The tier from which each page would come, (n,) uint8 of `Tier`, NOWHERE (255) where nobody has it. Protects nothing."""
+    array = as_keys(keys)
+    tiers = np.full(len(array), NOWHERE, np.uint8)
+    look = operations.look(array) if len(array) else None
+    if look is None:
+        return tiers
+    tiers[look.found.hit] = Tier.DRAM
+    absent = np.flatnonzero(~look.found.hit)
+    if look.bond.fetches:
+        for start in range(0, len(absent), wire.LARGE_BATCH_MAX):
+            part = absent[start : start + wire.LARGE_BATCH_MAX]
+            try:
+                _, blob = yield look.bond.call(wire.Locate(operations.opened.row, look.number, len(part)), array[part])
+            except Unavailable:
+                break
+            tiers[part] = blob.take(np.uint8, len(part))
+    return tiers
+
+
+def prefetch(operations: Operations, keys: Any, deadline: float | None, request_id: str, hold_seconds: float) -> Operation[PrefetchStatus]:
+    """Have pages brought into DRAM that are wanted later; what has become of it. LimitReached, Conflict: see `umbp.core.fetches`."""
+    array = as_keys(keys)
+    if len(array) > wire.LARGE_BATCH_MAX:
+        raise InvalidRequest(f"{len(array)} keys in one prefetch, at most {wire.LARGE_BATCH_MAX}", field="keys", example="several of them")
+    seconds, kept = _seconds(deadline, 10 * FETCH_SECONDS), _seconds(hold_seconds, 0.0, "hold")
+    name = request_id or secrets.token_hex(16)
+    bond, number = operations.current()
+    message = wire.Prefetch(operations.opened.row, number, len(array), _request_id(name), seconds, kept)
+    reply, blob = yield bond.call(message, array)
+    return _status(reply, blob)
+
+
+def prefetch_status(operations: Operations, request_id: str) -> Operation[PrefetchStatus]:
+    """What has become of the prefetch of this name. NotFound if there is none (any more)."""
+    bond, _ = operations.current()
+    reply, blob = yield bond.call(wire.GetPrefetched(operations.opened.row, _request_id(request_id)))
+    return _status(reply, blob)
+
+
+# -- steps of it ---------------------------------------------------------------------------------------------------------------------
+
+
+def _ask(operations: Operations, wanted: Wanted, keys: U8, seconds: float) -> Operation[None]:
+    bond, number = operations.current()
+    wanted.bond, wanted.seen = bond, np.zeros(len(wanted.which), bool)
+    for start in range(0, len(wanted.which), wire.BATCH_MAX):
+        part = slice(start, min(start + wire.BATCH_MAX, len(wanted.which)))
+        which = wanted.which[part]
+        before = keys[which[0] - 1].tobytes().hex() if which[0] else ""
+        reply, blob = yield bond.call(wire.Fetch(operations.opened.row, number, len(which), seconds, before), keys[which])
+        if reply.number:
+            wanted.parts.append((reply.number, part))
+        wanted.status[part] = blob.take(np.uint8, reply.n)
+
+
+def _look(wanted: Wanted) -> Operation[None]:
+    assert wanted.bond is not None
+    for number, part in wanted.parts:
+        if (wanted.status[part] == PENDING).any():
+            reply, blob = yield wanted.bond.call(wire.GetFetched(number))
+            wanted.status[part] = blob.take(np.uint8, reply.n)
+
+
+def _status(reply: wire.Prefetched, blob: wire.Blob) -> PrefetchStatus:
+    return PrefetchStatus(reply.request, PrefetchState[reply.state.upper()], blob.take(np.uint8, reply.n) == ReadStatus.HIT, reply.left)
+
+
+def _seconds(value: float | None, default: float, field_name: str = "deadline") -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= wire.FETCH_SECONDS_MAX:
+        raise InvalidRequest(f"{value!r} is not a number of seconds from 0 to an hour", field=field_name, example="2.0")
+    return float(value)
+
+
+def _request_id(value: str) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= wire.TEXT_CHARS_MAX:
+        raise InvalidRequest(f"a request id is text of 1 to {wire.TEXT_CHARS_MAX} characters", field="request_id", example="chat-17/4")
+    return value

@@ -1,0 +1,462 @@
+"""Fetches: the hands around `umbp.core.fetches`. Asks the sources, reads into reserved pages of the segment, commits, tells who waits.
+
+Theory of operation
+-------------------
+A batch of pages (`Fetches.next_batch_or_none`) is one task. It asks all sources for offers, gives each page to the cheapest offer that has
+it, and reads each offer in parts, in order, so that the first pages are there early:
+
+    offers -> cheapest -> (a part: reserve -> read -> compare checksums -> commit -> land) ... -> what failed: once more, elsewhere
+
+A reservation is the pool's own (session 0) and is committed or given back when its read has ended, whatever happened; nothing is visible
+before it is whole. Of what landed each ticket gets a lease until its client ends the ticket, so that no page goes between its arrival and
+its use. A page that somebody stored meanwhile counts; one that a client is writing at the moment is waited for.
+
+Nothing waits behind a slow place: a place (a disk, a node) has `READS_PER_PLACE` reads under way at most and holds only their memory, each
+read has a time limit, and a place that failed is suspect for `SUSPECT_SECONDS`: until then it is not asked by anybody, and pages that only
+it has are a quick miss.
+
+``policy``: *copy* keeps what was fetched like any other page. *promote* does too, and tells the source, which may then let its own go.
+*pass_through* keeps it only while somebody who waited for it has it leased; so it is also with pages that the admission policy declines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import numpy as np
+
+from umbp.core.fetches import Batch, Fetches, Ticket
+from umbp.core.objects import Account
+from umbp.core.pool import Pool
+from umbp.errors import LimitReached, UmbpError
+from umbp.pool.sources import Offer, Source, Space, Taken
+from umbp.store.checksums import checksums
+from umbp.store.index import hashes, key_words
+from umbp.types import I64, NOWHERE, U8, U64, Mask, ReadStatus, Tier, WriteStatus
+
+log = logging.getLogger("umbp.pool.fetching")
+BATCHES_MAX = 64
+READS_MAX = 16  # at a time, over all places
+READS_PER_PLACE = 2  # one is on its way while the other is being committed
+PART_SHARE = 32  # a part takes at most one in this many bytes of the pool
+ATTEMPTS = 2
+SUSPECT_SECONDS = 1.0
+READ_SECONDS_MAX = 2.0  # a part is 16 MiB or less: what takes longer is of no use to a prefill
+FIRST_SHARE = 0.6  # of the time that is left, for the first attempt
+SUSPECT_FROM_SECONDS = 0.2  # who was given less time than this is not to blame for being late
+OFFERS_SECONDS_MAX = 0.25  # nobody's pages wait longer than this for a source that does not say what it has
+LOCATE_SECONDS_MAX = 0.1
+PLACES_MAX = 1024
+WRITER_SECONDS = (0.001, 0.02)  # between two looks whether another writer is done: first, longest
+SESSION = 0  # the pool's own
+
+
+@dataclass(slots=True)
+class Place:
+    """A disk or node that pages come from, or a source that says where, as this pool has seen it."""
+
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_PER_PLACE))
+    suspect_until: float = float("-inf")
+
+
+@dataclass(slots=True)
+class SourceCounts:
+    """Of one source, since the start."""
+
+    pages: int = 0
+    size_bytes: int = 0
+    missed: int = 0
+    failed: int = 0
+    refused: int = 0  # no room here
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Pages of a batch that one read brings: ``which`` (m,) indices of the batch."""
+
+    source: Source
+    offer: Offer
+    which: I64
+
+
+class Fetching:
+    """All fetches of one pool process."""
+
+    def __init__(
+        self, pool: Pool, data: U8, now: Callable[[], float], wake: Callable[[], None], sources: Sequence[Source], policy: str = "copy"
+    ) -> None:
+        self.pool = pool
+        self.data = data
+        self.now = now
+        self.wake = wake
+        self.sources = list(sources)
+        self.policy = policy
+        self.fetches = Fetches()
+        self.counts = {source.name: SourceCounts() for source in self.sources}
+        self.places: dict[str, Place] = {}
+        self._passing: dict[int, np.uint64] = {}  # entries that go with their last lease, and their versions
+        self._more = asyncio.Event()
+        self._reads = asyncio.Semaphore(READS_MAX)
+        self._batches = 0
+
+    def __repr__(self) -> str:
+        return f"<Fetching from {', '.join(source.name for source in self.sources) or 'nowhere'}: {self.fetches!r}>"
+
+    # -- for sessions ------------------------------------------------------------------------------------------------------------------
+
+    def fetch(self, now: float, session: int, row: int, number: int, keys: U8, before: bytes, seconds: float) -> Ticket | None:
+        """A ticket for these pages; None if the namespace has another number by now. What is in DRAM already is leased at once."""
+        account = self.pool.find_namespace(row).account
+        if number != account.number:
+            return None
+        found = self.pool.find_keys(account, keys)
+        there = found.hit if self.sources else np.ones(len(keys), bool)
+        names = _names(keys)
+        ticket = self.fetches.ask(now, session, row, number, names, there, before=before, deadline=now + seconds)
+        if not self.sources:
+            ticket.status[~found.hit] = ReadStatus.MISS
+        self._protect(now, ticket, found.ids[found.hit], found.versions[found.hit])
+        self._more.set()
+        return ticket
+
+    def end(self, session: int, number: int) -> None:
+        """The client has what it wanted, or does not want it any more."""
+        ticket = self.fetches.ticket(session, number)
+        self.fetches.leave(ticket)
+        for lease in ticket.leases:
+            self.pool.leases.release(session, lease)
+
+    def prefetch(self, now: float, row: int, number: int, keys: U8, *, request: str, seconds: float, hold: float) -> Ticket:
+        """The prefetch of this name. Conflict if it was asked for with something else."""
+        account = self.pool.find_namespace(row).account
+        found = self.pool.find_keys(account, keys)
+        there = found.hit if self.sources and number == account.number else np.ones(len(keys), bool)
+        payload = sha256(b"%f %f " % (seconds, hold) + keys.tobytes()).digest()
+        ticket, fresh = self.fetches.prefetch(
+            now, row, number, _names(keys), there, request=request, payload=payload, deadline=now + seconds, hold=hold
+        )
+        if fresh:
+            ticket.status[there & ~found.hit] = ReadStatus.MISS
+            self._protect(now, ticket, found.ids[found.hit], found.versions[found.hit])
+            self._more.set()
+        return ticket
+
+    async def locate(self, row: int, number: int, keys: U8) -> U8:
+        """The tier that each page would come from, (n,) uint8 of `Tier`; NOWHERE. What no source answers in time is nowhere."""
+        account = self.pool.find_namespace(row).account
+        tiers = np.full(len(keys), NOWHERE, np.uint8)
+        if number != account.number:
+            return tiers
+        tiers[self.pool.find_keys(account, keys).hit] = Tier.DRAM
+        absent = np.flatnonzero(tiers == NOWHERE)
+        if len(absent) and self.sources:
+            offers = await self._offers(self._space(account), keys[absent], frozenset(), self.now() + LOCATE_SECONDS_MAX)
+            for _, offer in reversed(offers):  # the cheapest last, so that it counts
+                tiers[absent[offer.which]] = offer.tier
+        return tiers
+
+    def session_ended(self, session: int) -> None:
+        """Its waits end; leases go with the session."""
+        self.fetches.end_session(session)
+
+    # -- life --------------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """For ever."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self._more.wait()
+                self._more.clear()
+                while self._batches < BATCHES_MAX and (batch := self.fetches.next_batch_or_none()) is not None:
+                    self._batches += 1
+                    tasks.create_task(self._run(batch))
+
+    def tick(self, now: float) -> None:
+        """Let time pass: tickets end, and pages that were only passing through go."""
+        self.fetches.expire(now)
+        if self._passing:
+            ids = np.fromiter(self._passing, np.int64, len(self._passing))
+            versions = np.fromiter(self._passing.values(), np.uint64, len(ids))
+            same = self.pool.versions(ids, versions)
+            free = same & (self.pool.objects.leases[ids] == 0)
+            self.pool.objects.hide(ids[free & (self.pool.objects.pins[ids] == 0)], evicted=True)
+            for entry in ids[free | ~same].tolist():
+                del self._passing[entry]
+
+    async def close(self) -> None:
+        """After `run` has ended."""
+        for source in self.sources:
+            await source.close()
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """Places that failed a moment ago."""
+        now = self.now()
+        return frozenset(name for name, place in self.places.items() if place.suspect_until > now)
+
+    # -- a batch -----------------------------------------------------------------------------------------------------------------------
+
+    async def _run(self, batch: Batch) -> None:
+        """One batch, to its end: every page lands."""
+        codes = np.full(len(batch.pages), ReadStatus.FAILED, np.uint8)  # what each page that does not come ends with
+        try:
+            await self._fetch(batch, codes)
+        except Exception:  # our own fault: these pages fail, the pool goes on
+            log.exception("a batch of %d pages could not be fetched", len(batch.pages))
+        finally:
+            self._land(batch, np.flatnonzero([page.running for page in batch.pages]), codes)
+            self._batches -= 1
+            self._more.set()
+
+    async def _fetch(self, batch: Batch, codes: U8) -> None:
+        keys, excluded = batch.keys, self.suspects
+        left = np.arange(len(keys))
+        for attempt in range(ATTEMPTS):
+            account = self._account_or_none(batch)
+            if account is None:
+                codes[left] = ReadStatus.MISS
+                return
+            space = self._space(account)
+            remaining = batch.deadline - self.now()
+            if remaining <= 0:
+                codes[left] = ReadStatus.BUSY
+                return
+            share = FIRST_SHARE if attempt == 0 else 1.0
+            offers = await self._offers(space, keys[left], excluded, self.now() + min(share * remaining, OFFERS_SECONDS_MAX))
+            parts, nobody = self._deal(space, offers, left)
+            if attempt == 0:
+                codes[left[nobody]] = ReadStatus.MISS
+            self._land(batch, left[nobody], codes)
+            failed = await asyncio.gather(*(self._take(batch, space, keys, part, share, codes) for part in parts))
+            excluded |= {part.offer.place for part, which in zip(parts, failed, strict=True) if len(which)}
+            left = np.sort(np.concatenate([np.empty(0, np.int64), *failed]))
+            if not len(left):
+                return
+
+    async def _offers(self, space: Space, keys: U8, exclude: frozenset[str], deadline: float) -> list[tuple[Source, Offer]]:
+        """Of all sources, the cheapest a page first. A source that fails or is late offers nothing."""
+
+        async def ask(source: Source) -> list[tuple[Source, Offer]]:
+            place = self._place(source.name)
+            if place.suspect_until > self.now():
+                return []
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self.now())):
+                    offers = await source.offers(space, keys, exclude, deadline)
+            except (UmbpError, OSError, TimeoutError) as error:
+                self._suspect(source.name, place, error)
+                return []
+            return [(source, offer) for offer in offers if len(offer.which) and offer.place not in exclude]
+
+        made = await asyncio.gather(*(ask(source) for source in self.sources))
+        return sorted((pair for pairs in made for pair in pairs), key=lambda pair: pair[1].seconds / len(pair[1].which))
+
+    def _deal(self, space: Space, offers: list[tuple[Source, Offer]], left: I64) -> tuple[list[Part], Mask]:
+        """Each page to the cheapest offer that has it, in parts; and the pages that nobody has, (len(left),) bool."""
+        nobody = np.ones(len(left), bool)
+        parts: list[Part] = []
+        room = self.pool.objects.allocator.capacity_bytes // PART_SHARE
+        for source, offer in offers:
+            mine = offer.which[nobody[offer.which]]
+            nobody[mine] = False
+            step = max(1, min(source.read_bytes_max, room) // space.object_bytes)
+            parts += [Part(source, offer, left[mine[start : start + step]]) for start in range(0, len(mine), step)]
+        parts.sort(key=lambda part: int(part.which[0]))
+        return parts, nobody
+
+    # -- a part ------------------------------------------------------------------------------------------------------------------------
+
+    async def _take(self, batch: Batch, space: Space, keys: U8, part: Part, share: float, codes: U8) -> I64:
+        """Read one part; what is there lands. The pages (indices of the batch) that failed and may be elsewhere."""
+        place = self._place(part.offer.place)
+        stored = part.which[:0]
+        async with place.turns, self._reads:
+            now = self.now()
+            if place.suspect_until > now:  # it failed while this part waited for its turn
+                return part.which
+            deadline = now + share * min(batch.deadline - now, READ_SECONDS_MAX / FIRST_SHARE)
+            if deadline <= now:
+                codes[part.which] = ReadStatus.BUSY
+                self._land(batch, part.which, codes)
+                return part.which[:0]
+            stored, waiting, failed = await self._reserve_and_read(batch, space, keys, part, place, deadline, codes)
+        if self.policy == "promote" and len(stored):
+            with contextlib.suppress(UmbpError, OSError, TimeoutError):
+                async with asyncio.timeout(READ_SECONDS_MAX):
+                    await part.source.promoted(space, part.offer, keys[stored])
+        # Without a turn, as it may take long: pages that a client is writing itself.
+        return np.concatenate([failed, await self._await_writers(batch, waiting, codes)])
+
+    async def _reserve_and_read(
+        self, batch: Batch, space: Space, keys: U8, part: Part, place: Place, deadline: float, codes: U8
+    ) -> tuple[I64, I64, I64]:
+        """Which pages were read and stored, which another writer has under way, and which failed."""
+        stored, waiting, failed = [part.which[:0]], [part.which[:0]], [part.which[:0]]
+        for which in _runs(batch, part.which):
+            now = self.now()
+            before = batch.pages[which[0]].before
+            made = self.pool.reserve(now, SESSION, space.row, keys[which], before, deadline - now + 1.0, number=space.number, admit=False)
+            there, pending = which[made.status == WriteStatus.EXISTS], which[(made.status == WriteStatus.PENDING) & ~made.mine]
+            refused, mine = which[made.status >= WriteStatus.ALL_LEASED], which[made.mine]
+            self.counts[part.source.name].refused += len(refused)
+            codes[there], codes[refused] = ReadStatus.HIT, ReadStatus.BUSY
+            self._land(batch, np.concatenate([there, refused]), codes)
+            waiting.append(pending)
+            if len(mine):
+                done = await self._read(batch, space, part, place, keys, mine, made.number, made.offsets, deadline, codes)
+                stored.append(mine[done])
+                failed.append(mine[~done])
+        return np.concatenate(stored), np.concatenate(waiting), np.concatenate(failed)
+
+    async def _read(
+        self,
+        batch: Batch,
+        space: Space,
+        part: Part,
+        place: Place,
+        keys: U8,
+        which: I64,
+        number: int,
+        offsets: I64,
+        deadline: float,
+        codes: U8,
+    ) -> Mask:
+        """Fill a reservation and end it; which pages are stored, (len(which),) bool."""
+        counts, good, sums = self.counts[part.source.name], np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
+        began = self.now()
+        try:
+            async with asyncio.timeout(deadline - began + 0.5):  # a source bounds itself; this is for one that does not
+                taken = await part.source.read(space, part.offer, keys[which], self.data, offsets, deadline)
+            good, sums = await self._whole(taken, offsets, space.object_bytes)
+            codes[which[taken.status == ReadStatus.MISS]] = ReadStatus.MISS
+        except (UmbpError, OSError, TimeoutError) as error:
+            if not isinstance(error, TimeoutError) or deadline - began >= SUSPECT_FROM_SECONDS:
+                self._suspect(part.offer.place, place, error)
+        finally:
+            stored: Mask = self.pool.commit(self.now(), SESSION, number, good, sums) == WriteStatus.STORED
+            self.wake()
+        counts.pages += int(np.count_nonzero(stored))
+        counts.size_bytes += int(np.count_nonzero(stored)) * space.object_bytes
+        counts.missed += int(np.count_nonzero(codes[which[~good]] == ReadStatus.MISS))
+        counts.failed += int(np.count_nonzero(codes[which[~good]] != ReadStatus.MISS))
+        codes[which[stored]] = ReadStatus.HIT
+        self._land(batch, which[stored], codes, ours=True)
+        return stored
+
+    async def _whole(self, taken: Taken, offsets: I64, size: int) -> tuple[Mask, U64]:
+        """Which pages match their checksums, and the sums; bytes that no source vouches for are believed."""
+        good: Mask = taken.status == ReadStatus.HIT
+        if taken.verified or not good.any():
+            return good, taken.sums
+        part = offsets[good]
+        made = await asyncio.to_thread(checksums, self.data, part, np.full(len(part), size))
+        wrong = (taken.sums[good] != 0) & (taken.sums[good] != made)
+        sums = np.zeros(len(good), np.uint64)
+        sums[good] = made
+        if wrong.any():
+            log.error("%d pages came with bytes that do not match their checksum", int(np.count_nonzero(wrong)))
+            good[np.flatnonzero(good)[wrong]] = False
+        return good, sums
+
+    async def _await_writers(self, batch: Batch, which: I64, codes: U8) -> I64:
+        """Pages that a client is writing: they land when they are stored; those that it gave up failed."""
+        pause, gone = WRITER_SECONDS[0], [which[:0]]
+        while len(which):
+            if (account := self._account_or_none(batch)) is None:
+                gone.append(which)
+                break
+            stored = self.pool.find_keys(account, batch.keys[which]).hit
+            flying = self.pool.writes.in_flight.get(batch.namespace, set())
+            busy = np.fromiter((batch.pages[at].key in flying for at in which.tolist()), bool, len(which))
+            codes[which[stored]] = ReadStatus.HIT
+            self._land(batch, which[stored], codes)
+            gone.append(which[~stored & ~busy])
+            which = which[~stored & busy]
+            if len(which) and self.now() >= batch.deadline:
+                codes[which] = ReadStatus.BUSY
+                self._land(batch, which, codes)
+                break
+            if len(which):
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, WRITER_SECONDS[1])
+        return np.concatenate(gone)
+
+    # -- steps of it -------------------------------------------------------------------------------------------------------------------
+
+    def _place(self, name: str) -> Place:
+        if len(self.places) >= PLACES_MAX and name not in self.places:  # of nodes long gone
+            now = self.now()
+            self.places = {known: place for known, place in self.places.items() if place.turns.locked() or place.suspect_until > now}
+        return self.places.setdefault(name, Place())
+
+    def _suspect(self, name: str, place: Place, error: BaseException) -> None:
+        log.warning("%s failed, and is not asked for %g s: %s", name, SUSPECT_SECONDS, str(error) or type(error).__name__)
+        place.suspect_until = self.now() + SUSPECT_SECONDS
+
+    def _land(self, batch: Batch, which: I64, codes: U8, *, ours: bool = False) -> None:
+        """These pages have come to their end. In one go with the commit, so that nobody evicts what is waited for.
+
+        ``ours``: they were stored by this fetch, so it is for the policies to say whether they stay.
+        """
+        if not len(which):
+            return
+        now = self.now()
+        waited = self.fetches.land(now, batch, which.tolist(), codes[which])
+        hits = which[codes[which] == ReadStatus.HIT]
+        account = self._account_or_none(batch)
+        if not len(hits) or account is None:
+            return
+        found = self.pool.find_keys(account, batch.keys[hits])
+        ids, versions = np.full(len(codes), -1), np.zeros(len(codes), np.uint64)
+        ids[hits[found.hit]], versions[hits[found.hit]] = found.ids[found.hit], found.versions[found.hit]
+        kept = np.zeros(len(codes), bool)  # by a prefetch
+        for ticket, places in waited.items():
+            there = np.array(places)[ids[places] >= 0]
+            self._protect(now, ticket, ids[there], versions[there])
+            kept[there] |= not ticket.session
+        if ours:
+            passing = np.ones(len(hits), bool) if self.policy == "pass_through" else ~self._admitted(now, account, batch.keys[hits])
+            gone = hits[passing & (ids[hits] >= 0) & ~kept[hits]]
+            self._passing.update(zip(ids[gone].tolist(), versions[gone], strict=True))
+
+    def _admitted(self, now: float, account: Account, keys: U8) -> Mask:
+        """What the admission policy would have had stored."""
+        prints = hashes(key_words(keys), np.uint64(account.number), self.pool.table.seed)
+        objects = self.pool.objects
+        fill = objects.allocated_bytes() / max(1, objects.allocator.capacity_bytes)
+        return self.pool.admission.admit(now, prints, fill=fill)
+
+    def _protect(self, now: float, ticket: Ticket, ids: I64, versions: U64) -> None:
+        """Lease what is there for who waits; where too much is leased, it goes without."""
+        seconds = ticket.hold if not ticket.session else ticket.deadline - now + self.pool.limits.lease_seconds
+        if len(ids) and seconds > 0:
+            with contextlib.suppress(LimitReached):
+                lease, _ = self.pool.leases.grant(now, ticket.session, ids, versions, seconds)
+                ticket.leases.append(lease.number)
+
+    def _account_or_none(self, batch: Batch) -> Account | None:
+        """The account of the batch's pages; None after a flush: then nobody has pages of that number."""
+        state = self.pool.namespaces.get(batch.row)
+        return state.account if state is not None and state.account.number == batch.namespace else None
+
+    def _space(self, account: Account) -> Space:
+        return Space(self.pool.namespaces[account.row].digest, account.row, account.number, account.object_bytes)
+
+
+def _names(keys: U8) -> list[bytes]:
+    names: list[bytes] = np.ascontiguousarray(keys).view("V32").reshape(-1).tolist()
+    return names
+
+
+RUNS_MAX = 8  # reservations of one part: where pages are more scattered than that, the policies do without the hint
+
+
+def _runs(batch: Batch, which: I64) -> list[I64]:
+    """Pages that follow one another in their request: each run is reserved in one call, which takes its keys for consecutive pages."""
+    breaks = [at for at in range(1, len(which)) if batch.pages[which[at]].before != batch.pages[which[at - 1]].key]
+    return np.split(which, breaks) if len(breaks) < RUNS_MAX else [which]

@@ -1,0 +1,92 @@
+"""What a source of pages is: a place other than this node's DRAM from which pages can be read into it, such as the SSD or other nodes.
+
+Theory of operation. A source is asked twice. `Source.offers`: which of these keys could you give, from where, and how soon? `Source.read`:
+read these into the segment, at these offsets. In between the pool reserves the memory, as it does for a client that writes; what was read
+is compared with its checksum and committed, and only then can anybody see it. So a source never touches the index, and whatever it does
+wrong costs a page, not a wrong byte.
+
+An offer is a hint, a read is the truth: a page that is gone meanwhile is a MISS, one that cannot be read FAILED, and either costs that page
+alone. An offer names its ``place`` (a disk, a node): a place that failed is excluded, and the pages are asked for once more elsewhere.
+
+Each is bounded in time by its caller. A read that is cancelled ends only when nothing of it writes to the segment any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from umbp.types import I64, U8, U64, Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The namespace of what is fetched. ``digest`` (32 bytes) names it on every node and over restarts; ``number`` is the DRAM's of now."""
+
+    digest: bytes
+    row: int
+    number: int
+    object_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Pages that one place can give: ``which`` (m,) int64, indices of the keys that were asked for, ascending.
+
+    ``seconds``: expected until all of them are there, were they read now: sources are compared by it. ``handle``: the source's own.
+    """
+
+    place: str
+    tier: Tier
+    which: I64
+    seconds: float
+    handle: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What came of a read. ``status`` (m,) uint8 of `ReadStatus`: HIT, MISS (not there any more) or FAILED.
+
+    ``sums`` (m,) uint64: checksums (`umbp.store.checksums`) that the bytes must have, 0 where the source has none to compare with.
+    ``verified``: the source has compared them already, on the bytes as they are in the segment.
+    """
+
+    status: U8
+    sums: U64
+    verified: bool = False
+
+
+class Source(Protocol):
+    """A tier or a transport as fetches see it. All calls are made in the pool's event loop; what takes long is for a thread."""
+
+    @property
+    def name(self) -> str:
+        """For logs and metrics, such as "ssd"."""
+        ...
+
+    @property
+    def read_bytes_max(self) -> int:
+        """Most bytes that one `read` is asked for: a few milliseconds of work, so that the first pages are there early."""
+        ...
+
+    async def offers(self, space: Space, keys: U8, exclude: frozenset[str], deadline: float) -> list[Offer]:
+        """Who could give which of these keys, (n, 32) uint8; no side effects. ``exclude``: places not to name.
+
+        ``deadline``: on the clock of `time.monotonic`; an answer that comes later is of no use. A key may be in several offers.
+        """
+        ...
+
+    async def read(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64, deadline: float) -> Taken:
+        """Read ``keys`` (m, 32), a part of the offer, to ``data[offset : offset + object_bytes]`` each.
+
+        Returns or raises only when it writes there no more. What is not there by the deadline is FAILED.
+        """
+        ...
+
+    async def promoted(self, space: Space, offer: Offer, keys: U8) -> None:
+        """These pages, (m, 32), are in this node's DRAM now and need not be kept here (policy *promote*). May do nothing."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of threads, files and connections."""
+        ...
