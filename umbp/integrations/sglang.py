@@ -167,7 +167,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 namespace = open_namespace(self._pool, bundle, settings, place, server_args, params.page_size)
                 small = bundle.source != PoolName.KV  # windows and states are a few pages: they are read alone
                 staging = min(settings.staging_bytes, 8 << 20) if small else settings.staging_bytes
-                group = place.group(name, near, staging) if bundle.replicated and settings.group else None
+                group = place.group(name, near, settings, staging) if bundle.replicated and settings.group else None
                 loader = Loader(namespace, bundle.tensors, group, copy_threads=settings.copy_threads)
                 self.shelves.append(Shelf(bundle, namespace, loader))
         except BaseException:

@@ -45,7 +45,8 @@ class Settings:
     ``pool``: the pool's socket. ``model``, ``revision``, ``tenant``, ``salt``: parts of the identity; model and revision come from SGLang's
     arguments. ``group``: whether ranks with the same KV load together. ``staging``: segment memory a rank for that. ``deadline_seconds``: a
     load that takes longer has failed. ``protect_seconds``: how long the scheduler waits for the lease of an admitted request.
-    ``copy_threads``: cores of a rank that copy.
+    ``copy_threads``: cores of a rank that copy. ``meet_seconds``, ``patience_seconds``: how long a rank waits for the others at the start
+    of a load, and for a sign of them later, before it does without.
     """
 
     pool: str | None = None
@@ -58,6 +59,8 @@ class Settings:
     deadline_seconds: float = 10.0
     protect_seconds: float = 0.1
     copy_threads: int | None = None
+    meet_seconds: float = 0.005
+    patience_seconds: float = 0.02
 
     @classmethod
     def of(cls, extra_config: Any) -> Settings:
@@ -69,10 +72,12 @@ class Settings:
                 raise InvalidRequest(
                     f"unknown key {name!r}; there are {', '.join(known)}", field="linker_extra_config", example=SETTINGS_EXAMPLE
                 )
-            kinds = {"group": bool, "deadline_seconds": (int, float), "protect_seconds": (int, float), "copy_threads": int}.get(name, str)
-            if value is None and getattr(cls, name, None) is None:
+            if value is None and known[name].default is None:
                 continue
-            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):  # type: ignore[arg-type]
+            kinds = (
+                (bool,) if name == "group" else (int,) if name == "copy_threads" else (int, float) if name.endswith("_seconds") else (str,)
+            )
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != (bool,)):
                 raise InvalidRequest(f"{value!r} is of the wrong kind", field=f"linker_extra_config.{name}", example=SETTINGS_EXAMPLE)
         settings = cls(**values)
         for name, low, high in (("deadline_seconds", 0.01, 3600.0), ("protect_seconds", 0.001, 60.0), ("copy_threads", 1, 64)):
@@ -125,11 +130,18 @@ class Place:
         near = [rank for rank, each in enumerate(found) if int(each[0]) == pool]
         return f"sglang-{int(found[near[0]][1]):x}", near
 
-    def group(self, name: str, near: list[int], staging_bytes: int) -> Group | None:
+    def group(self, name: str, near: list[int], settings: Settings, staging_bytes: int) -> Group | None:
         """This rank's place in the group of those that share its pool; None if it is the only one."""
         if len(near) == 1:
             return None
-        return Group(name, near.index(self.tp_rank), len(near), staging_bytes=staging_bytes)
+        return Group(
+            name,
+            near.index(self.tp_rank),
+            len(near),
+            staging_bytes=staging_bytes,
+            meet_seconds=settings.meet_seconds,
+            patience_seconds=settings.patience_seconds,
+        )
 
 
 def open_namespace(pool: Pool, bundle: Bundle, settings: Settings, place: Place, server_args: Any, page_tokens: int) -> Namespace:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.engines.sglang.boot import boot
 from tests.pools import PoolProcess
 
 boot()
+torch.set_num_threads(1)  # ranks are forked: no threads of torch may be left behind
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context
 
 from tests.engines.sglang.models import MODELS, Model
+from tests.field.people import eventually
 
 WAIT_SECONDS_MAX = 20.0
 CONFIG = {"linker": "UMBPLinker", "linker_module_path": "umbp.integrations.sglang"}
@@ -156,9 +157,12 @@ class Engine:
         self.cache.evict(EvictParams(num_tokens=tokens, **self.model.evict_more()))
         self.model.wipe(self.kvcache)
 
+    def match_params(self, tokens: Sequence[int], request: Request | None = None) -> MatchPrefixParams:
+        return MatchPrefixParams(key=key_of(tokens), req=request)
+
     def match(self, tokens: Sequence[int], rid: str) -> tuple[Any, Request]:
         request = Request(rid, kv=self.model.request_kv())
-        found = self.cache.match_prefix(MatchPrefixParams(key=key_of(tokens), req=request))
+        found = self.cache.match_prefix(self.match_params(tokens, request))
         request.last_node = found.last_device_node
         return found, request
 
@@ -187,6 +191,16 @@ class Engine:
         """What attention asks its pools for."""
         for layer in range(self.model.layers):
             self.model.read(self.kvcache, layer)
+
+    # -- what came of it ---------------------------------------------------------------------------------------------------------------
+
+    def offloaded_bytes(self) -> int:
+        """Read from the device's pools so far."""
+        return sum(shelf.loader.statistics().offloaded_bytes for shelf in self.linker.shelves)
+
+    def leases_are_over(self) -> None:
+        """The pool protects nothing for this engine any more."""
+        eventually(lambda: self.linker._pool.status()["leases"] == 0, "no lease is left")
 
     # -- bytes -------------------------------------------------------------------------------------------------------------------------
 

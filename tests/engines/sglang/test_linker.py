@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
+import umbp
 from tests.engines.sglang.engine import Engine, configured, prompt
 from tests.pools import PoolProcess
+from umbp.errors import InvalidRequest, Unavailable
+from umbp.loader.copies import Copies
 
 KINDS = ["mla", "mla+draft", "dsa", "mha"]
 CORES = ["python", "rust"]
@@ -31,3 +36,160 @@ def test_what_was_evicted_comes_back_byte_for_byte(server: PoolProcess, kind: st
         assert engine.has(restored.slots, 7)
         nothing = engine.restore(prompt(2, 8, engine.page), "r2")
         assert (nothing.found, nothing.index) == (0, -1)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_only_the_tail_is_loaded_and_offered_again_without_a_copy(server: PoolProcess, core: str) -> None:
+    with Engine("mla", server.socket, core=core, tenant=f"tail {core}") as engine:
+        assert type(engine.cache.tree_core).__name__.lower().startswith("rust") == (core == "rust")
+        tokens = prompt(1, 10, engine.page)
+        engine.compute(tokens, seed=7)
+        engine.drop()
+        head = engine.compute(tokens[: 2 * engine.page], seed=7)
+        restored = engine.restore(tokens, "r1")
+        assert (restored.on_device, restored.found, restored.loaded, restored.failed) == (2, 8, 8, [])
+        assert engine.has(restored.slots, 7, first_page=2)
+        before, nodes = engine.offloaded_bytes(), engine.linker.statistics().offloaded_pages
+        engine.insert(tokens, torch.cat([head, restored.slots]))
+        engine.settle()
+        assert engine.linker.statistics().offloaded_pages == nodes + 8, "the tree offers the restored tail"
+        assert engine.offloaded_bytes() == before, "and nothing of it was read"
+        assert engine.restore(tokens, "r2").on_device == 10
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_nodes_that_split_while_they_are_offloaded(server: PoolProcess, core: str) -> None:
+    with Engine("mha", server.socket, core=core, tenant=f"split {core}") as engine:
+        first = prompt(1, 8, engine.page)
+        second = [*first[: 4 * engine.page], *prompt(2, 4, engine.page)]
+        slots = engine.compute(first, seed=7, settle=False)
+        tail = engine.model.alloc(engine.allocator, 4 * engine.page)
+        engine.model.write(engine.kvcache, tail, 8, 4)
+        engine.insert(second, torch.cat([slots[: 4 * engine.page], tail]))
+        engine.settle()
+        engine.drop()
+        restored = engine.restore(second, "r1")
+        assert restored.loaded == 8
+        assert engine.has(restored.slots[: 4 * engine.page], 7)
+        assert engine.has(restored.slots[4 * engine.page :], 8, first_page=4)
+        restored = engine.restore(first, "r2")
+        assert restored.loaded == 8
+        assert engine.has(restored.slots, 7)
+
+
+def test_requests_of_one_batch_share_pages(server: PoolProcess) -> None:
+    with Engine("dsa", server.socket, tenant="batch") as engine:
+        first = prompt(1, 6, engine.page)
+        second = first[: 4 * engine.page]
+        engine.compute(first, seed=7)
+        engine.drop()
+        found = [(rid, *engine.match(tokens, rid)) for rid, tokens in (("r1", first), ("r2", second))]
+        assert [engine.admit(*each[1:]) for each in found] == [6, 4]
+        slots = {rid: engine.cache.linker.private_load_indices[rid].clone() for rid in ("r1", "r2")}
+        index = engine.cache.ready_to_load_host_cache()
+        engine.cache.linker.layer_done_counter.set_consumer(index)
+        engine.forward()
+        assert engine.cache.linker.finish_loads() == []
+        assert engine.has(slots["r1"], 7)
+        assert engine.has(slots["r2"], 7)
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_failure_at_a_layer_is_told_and_reaches_nobody_else(server: PoolProcess, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
+    with Engine("mla", server.socket, tenant=f"fail {layer}") as engine:
+        tokens = prompt(1, 8, engine.page)
+        engine.compute(tokens, seed=7)
+        engine.drop()
+        whole = Copies.load
+
+        def broken(self: Copies, data: Any, routes: Any, at: int) -> int:
+            if at == layer:
+                raise OSError("injected")
+            return whole(self, data, routes, at)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Copies, "load", broken)
+            restored = engine.restore(tokens, "r1")
+            assert (restored.loaded, restored.failed) == (8, ["r1"])
+        engine.allocator.free(restored.slots)  # as the scheduler does for a request that it ends
+        engine.leases_are_over()
+        again = engine.restore(tokens, "r2")
+        assert (again.on_device, again.loaded, again.failed) == (0, 8, [])
+        assert engine.has(again.slots, 7)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_pages_that_go_before_their_load_are_computed(server: PoolProcess, core: str) -> None:
+    with Engine("mla", server.socket, core=core, tenant=f"gone {core}") as engine:
+        tokens = prompt(1, 8, engine.page)
+        engine.compute(tokens, seed=7)
+        engine.drop()
+        free = engine.allocator.available_size()
+        found, request = engine.match(tokens, "r1")
+        assert found.host_hit_length == len(tokens)
+        namespace = engine.linker.shelves[0].namespace
+        assert namespace.remove(umbp.page_keys(tokens, engine.page)[5:6]).all()
+        assert engine.admit(found, request) == 0
+        assert engine.cache.ready_to_load_host_cache() == -1
+        assert engine.allocator.available_size() == free
+        assert engine.linker.statistics().refused_loads == 1
+        engine.leases_are_over()
+        assert engine.restore(tokens, "r2").loaded == 5
+
+
+def test_a_request_that_is_aborted_before_its_load_starts(server: PoolProcess) -> None:
+    with Engine("mla", server.socket, tenant="abort") as engine:
+        tokens = prompt(1, 8, engine.page)
+        engine.compute(tokens, seed=7)
+        engine.drop()
+        found, request = engine.match(tokens, "r1")
+        assert engine.admit(found, request) == 8
+        slots = engine.cache.linker.private_load_indices["r1"].clone()
+        engine.cache.linker.release_request("r1")
+        assert engine.cache.ready_to_load_host_cache() == -1
+        engine.leases_are_over()
+        assert not engine.has(slots, 7)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_reset_ends_all_that_is_on_its_way(server: PoolProcess, core: str) -> None:
+    with Engine("mla", server.socket, core=core, tenant=f"reset {core}") as engine:
+        tokens = prompt(1, 8, engine.page)
+        engine.compute(tokens, seed=7)
+        engine.drop()
+        found, request = engine.match(tokens, "r1")
+        engine.admit(found, request)
+        engine.cache.ready_to_load_host_cache()
+        engine.match(tokens, "r2")
+        engine.cache.reset()
+        engine.allocator.clear()
+        assert engine.linker.num_completed_offloads() == 0
+        engine.leases_are_over()
+        engine.model.wipe(engine.kvcache)
+        restored = engine.restore(tokens, "r3")
+        assert (restored.index, restored.loaded, restored.failed) == (0, 8, [])
+        assert engine.has(restored.slots, 7)
+
+
+def test_another_model_revision_or_tenant_finds_nothing(server: PoolProcess) -> None:
+    tokens = prompt(1, 4, 4)
+    with Engine("mla", server.socket, tenant="mine") as engine:
+        engine.compute(tokens, seed=7)
+    same: dict[str, Any] = {"tenant": "mine"}
+    others = [{"tenant": "yours"}, {"model": "other", **same}, {"revision": "r2", **same}, {"salt": "x", **same}]
+    for settings, pages in [(same, 4), *((other, 0) for other in others)]:
+        with Engine("mla", server.socket, **settings) as engine:
+            found, _ = engine.match(tokens, "r1")
+            assert found.host_hit_length // 4 == pages, settings
+
+
+def test_settings_are_checked(server: PoolProcess) -> None:
+    for settings, field in (
+        ({"pol": 1}, "linker_extra_config"),
+        ({"copy_threads": "two"}, "copy_threads"),
+        ({"deadline_seconds": 0}, "deadline_seconds"),
+    ):
+        with pytest.raises(InvalidRequest, match=field):
+            Engine("mla", server.socket, **settings)
+    with pytest.raises(Unavailable, match="python -m umbp.pool"):
+        Engine("mla", "/nowhere/pool.sock")

@@ -1,0 +1,203 @@
+"""Ranks as processes with SGLang's own reductions between them (gloo), over one pool: one copy of replicated KV, and what accidents do."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import umbp
+from tests.engines.sglang.engine import Engine, configured, prompt
+from tests.field.people import Child, eventually
+from tests.pools import PoolProcess
+
+
+def work(child: Child, socket: str, kind: str, rank: int, world: int, store: str, way: str, settings: dict[str, Any]) -> None:
+    """A rank's life: an engine that does what it is told."""
+    torch.set_num_threads(1)
+    os.environ["UMBP_LOAD"] = way
+    group = None
+    if world > 1:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+        )
+        group = torch.distributed.group.WORLD
+    with configured(), Engine(kind, socket, group=group, shift=rank * 3, **settings) as engine:
+        child.say("here")
+        while (told := child.hear(120.0))["do"] != "end":
+            child.say(obey(engine, **told))
+    child.say("gone")
+
+
+def obey(engine: Engine, do: str, number: int = 1, pages: int = 8, seed: int = 7, head: int = 0) -> Any:
+    tokens = prompt(number, pages, engine.page)
+    if do == "compute":
+        engine.compute(tokens, seed)
+        return engine.offloaded_bytes()
+    if do == "restore":
+        engine.drop()
+        if head:
+            engine.compute(tokens[: head * engine.page], seed)
+        restored = engine.restore(tokens, f"r{number}")
+        good = engine.has(restored.slots, seed, restored.on_device)
+        if restored.failed:
+            engine.allocator.free(restored.slots)
+        return {
+            "found": restored.found,
+            "loaded": restored.loaded,
+            "ended": restored.failed,
+            "good": good,
+            "first": int(restored.slots[0]) if len(restored.slots) else -1,
+        }
+    if do == "lose":  # this rank's pages of a prompt go between the match and the load
+        engine.drop()
+        found, request = engine.match(tokens, f"r{number}")
+        engine.linker.shelves[0].namespace.remove(umbp.page_keys(tokens, engine.page)[2:3])
+        return engine.admit(found, request)
+    if do == "finish":
+        index = engine.cache.ready_to_load_host_cache()
+        engine.cache.linker.layer_done_counter.set_consumer(index)
+        engine.forward()
+        return engine.cache.linker.finish_loads()
+    if do == "statistics":
+        found = engine.linker.shelves[0].loader.statistics()
+        return {"own": found.own_bytes, "group": found.group_bytes, "received": found.received_bytes, "staged": found.staged_loads}
+    raise AssertionError(do)
+
+
+# Nobody is given up on a machine that is busy with other things.
+PATIENT = {"meet_seconds": 1.0, "patience_seconds": 20.0}
+
+
+class Ranks:
+    def __init__(self, socket: str, kind: str, world: int, way: str, settings: dict[str, Any]) -> None:
+        self.folder = tempfile.mkdtemp()
+        arguments = [(socket, kind, rank, world, str(Path(self.folder) / "store"), way, settings) for rank in range(world)]
+        self.children = [Child(work, *each) for each in arguments]
+        for child in self.children:
+            assert child.hear(60.0) == "here"
+
+    def ask(self, do: str, **what: Any) -> list[Any]:
+        for child in self.children:
+            child.say({"do": do, **what})
+        return [child.hear(60.0) for child in self.children]
+
+    def end(self) -> None:
+        assert self.ask("end") == ["gone"] * len(self.children)
+
+    def kill(self) -> None:
+        for child in self.children:
+            child.kill()
+
+
+@contextmanager
+def ranks(socket: str, kind: str, world: int, way: str = "staged", **settings: Any) -> Iterator[Ranks]:
+    group = Ranks(socket, kind, world, way, {**PATIENT, **settings})
+    try:
+        yield group
+    finally:
+        for child in group.children:
+            child.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("kind", ["mla", "dsa"])
+def test_replicated_kv_is_one_copy_stored_and_read_once(server: PoolProcess, kind: str, world: int) -> None:
+    with ranks(server.socket, kind, world, tenant=f"one {kind} {world}") as group, umbp.connect(server.socket) as pool:
+        before = pool.status()["keys"]
+        taken = group.ask("compute", pages=16)
+        assert pool.status()["keys"] == before + 16
+        size = sum(taken) // 16
+        assert sum(taken) == 16 * size, "each page was read from one rank"
+        assert max(taken) < 16 * size, "and not all from the same"
+        answers = group.ask("restore", pages=16)
+        assert all((each["loaded"], each["ended"], each["good"]) == (16, [], True) for each in answers), answers
+        assert len({each["first"] for each in answers}) == world, "slots differ"
+        counts = group.ask("statistics")
+        assert all(each["staged"] == 1 for each in counts)
+        assert sum(each["own"] + each["group"] for each in counts) == 16 * size, counts
+        group.end()
+
+
+def test_ranks_that_need_different_pages_need_not_agree(server: PoolProcess) -> None:
+    with ranks(server.socket, "mla", 2, tenant="needs") as group:
+        group.ask("compute", pages=12)
+        for child, head in zip(group.children, (2, 2), strict=True):
+            child.say({"do": "restore", "pages": 12, "head": head})
+        answers = [child.hear(60.0) for child in group.children]
+        assert all((each["loaded"], each["good"]) == (10, True) for each in answers), answers
+        group.end()
+
+
+def test_sharded_kv_is_each_ranks_own(server: PoolProcess) -> None:
+    with ranks(server.socket, "mha", 2, tenant="sharded") as group, umbp.connect(server.socket) as pool:
+        before = pool.status()["keys"]
+        group.ask("compute", pages=8)
+        assert pool.status()["keys"] == before + 16
+        answers = group.ask("restore", pages=8)
+        assert all((each["loaded"], each["ended"], each["good"]) == (8, [], True) for each in answers), answers
+        group.end()
+
+
+def test_pages_that_one_rank_loses_end_that_batch_on_all_ranks_and_no_other(server: PoolProcess) -> None:
+    with ranks(server.socket, "mha", 2, tenant="lost") as group:
+        group.ask("compute", number=1, pages=8)
+        group.ask("compute", number=2, pages=8)
+        first, second = group.children
+        first.say({"do": "lose", "number": 1})
+        second.say({"do": "restore", "number": 1})
+        assert first.hear(60.0) == 8, "both ranks take the same branch"
+        first.say({"do": "finish"})
+        assert first.hear(60.0) == ["r1"]
+        assert second.hear(60.0)["ended"] == ["r1"]
+        answers = group.ask("restore", number=2, pages=8)
+        assert all((each["loaded"], each["ended"], each["good"]) == (8, [], True) for each in answers), answers
+        answers = group.ask("restore", number=1, pages=8)
+        assert all((each["loaded"], each["ended"], each["good"]) == (2, [], True) for each in answers), "the rest is computed"
+        group.end()
+
+
+@pytest.mark.parametrize("kind", ["mla", "mha"])
+def test_an_engine_that_is_killed_finds_its_pages_again(server: PoolProcess, kind: str) -> None:
+    for round_number in range(2):
+        with ranks(server.socket, kind, 2, tenant=f"killed {kind}") as group:
+            if round_number == 0:
+                group.ask("compute", pages=16)
+            answers = group.ask("restore", pages=16)
+            assert all((each["loaded"], each["ended"], each["good"]) == (16, [], True) for each in answers), answers
+            group.kill()
+
+
+def test_a_pool_that_dies_costs_recomputation_and_nothing_else() -> None:
+    with PoolProcess() as pool, ranks(pool.socket, "mla", 1, tenant="dies") as group:
+        group.ask("compute", pages=16)
+        pool.kill()
+        (answer,) = group.ask("restore", pages=16)
+        assert (answer["loaded"], answer["ended"]) == (0, [])
+        group.ask("compute", number=2, pages=4)
+        pool.restart()
+        eventually(lambda: group.ask("restore", pages=16)[0]["loaded"] == 16, "the linker is connected again")
+        (answer,) = group.ask("restore", pages=16)
+        assert answer["good"]
+        group.end()
+
+
+def test_a_frozen_pool_does_not_hold_the_scheduler() -> None:
+    with PoolProcess() as pool, ranks(pool.socket, "mla", 1, tenant="frozen", protect_seconds=0.05) as group:
+        group.ask("compute", pages=16)
+        pool.signal(signal.SIGSTOP)
+        try:
+            (answer,) = group.ask("restore", pages=16)
+            assert (answer["loaded"], answer["ended"]) == (0, [])
+        finally:
+            pool.signal(signal.SIGCONT)
+        eventually(lambda: group.ask("restore", pages=16)[0]["good"], "it answers again")
+        group.end()
