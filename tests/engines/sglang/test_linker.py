@@ -191,5 +191,5 @@ def test_settings_are_checked(server: PoolProcess) -> None:
     ):
         with pytest.raises(InvalidRequest, match=field):
             Engine("mla", server.socket, **settings)
-    with pytest.raises(Unavailable, match="python -m umbp.pool"):
+    with pytest.raises(Unavailable, match=r"python -m umbp\.pool"):
         Engine("mla", "/nowhere/pool.sock")
