@@ -17,6 +17,8 @@ from umbp.errors import InvalidRequest
 from umbp.types import WriteStatus
 
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
+import torch
+
 from tests.loader.caches import PAGES, Cache, keys_of, slots_for
 
 
@@ -71,6 +73,25 @@ def test_nothing_is_written_before_the_event(pool: umbp.Pool) -> None:
         event.passed.set()
         assert load.finish().missing.tolist() == []
     assert cache.has(numbers, slots).all()
+
+
+@pytest.mark.parametrize("width", [24, 8192])
+def test_rows_that_lie_apart_are_moved_and_what_is_between_is_not(pool: umbp.Pool, width: int) -> None:
+    memory = torch.full((PAGES, 3, width), 0xA5, dtype=torch.uint8)
+    tensors = {"kv": [memory[:, 0], memory[:, 2]]}
+    layout = umbp.Layout((umbp.Component("kv", (0, 1), width),))
+    namespace = pool.namespace(model="apart", page_tokens=1, layout=layout, tenant=f"{width}")
+    numbers, slots = range(500, 540), slots_for(3, 40)
+    made = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (40, 2, width), dtype=np.uint8))
+    memory[slots, 0], memory[slots, 2] = made[:, 0], made[:, 1]
+    with umbp.Loader(namespace, tensors) as loader:
+        assert loader.offload(keys_of(numbers), slots).result().all(WriteStatus.STORED)
+        memory[:] = 0xA5
+        other = slots_for(4, 40)
+        assert loader.load(keys_of(numbers), other).finish().missing.tolist() == []
+    assert torch.equal(memory[other][:, [0, 2]], made)
+    memory[other, 0] = memory[other, 2] = 0xA5
+    assert bool((memory == 0xA5).all())
 
 
 def test_layers_come_in_order_for_asyncio_too(pool: umbp.Pool) -> None:

@@ -1,7 +1,8 @@
 """An engine's KV tensors as planes: one (pages, bytes) matrix for each (component, layer), all in the memory of the tensors themselves.
 
 A plane's row is one page of that component in that layer: ``page_tokens`` consecutive token rows, or one page row. Slots are page indices:
-slot s of a token-rowed tensor is its rows s * page_tokens to (s + 1) * page_tokens - 1.
+slot s of a token-rowed tensor is its rows s * page_tokens to (s + 1) * page_tokens - 1. A tensor that is a plane already, (pages, nbytes)
+uint8, is taken as it is, also if its rows lie further apart than they are long, as where an engine interleaves layers.
 """
 
 from __future__ import annotations
@@ -67,6 +68,14 @@ class KvTensors:
 def _pages(tensor: Any, nbytes: int, where: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise InvalidRequest(f"{type(tensor).__name__} is not a torch tensor", field=where)
+    if (
+        tensor.dtype == torch.uint8
+        and tensor.ndim == 2
+        and tensor.shape[1] == nbytes
+        and tensor.stride(1) == 1
+        and tensor.stride(0) >= nbytes
+    ):
+        return tensor
     if not tensor.is_contiguous():
         raise InvalidRequest("the tensor is not contiguous", field=where, example="a whole buffer, not a slice of its columns")
     flat = tensor.view(torch.uint8).reshape(-1) if tensor.dtype != torch.uint8 else tensor.reshape(-1)

@@ -1,0 +1,20 @@
+"""vLLM is told what machine it runs on before it is imported."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+from tests.pools import PoolProcess
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[PoolProcess]:
+    """A pool for the tests that do not restart it."""
+    with PoolProcess(dram="256MiB") as pool:
+        yield pool

@@ -1,0 +1,286 @@
+"""vLLM's scheduler and UMBPStoreConnector over a real pool: stored, dropped, restored; lost on the way; preempted; killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.umbp.data import BlockLoadBatch
+
+from tests.engines.vllm.engine import SAYS
+from tests.engines.vllm.world import BLOCK, LAYERS, Options, World, prompt
+from tests.field.people import eventually
+from tests.pools import PoolProcess
+from umbp.integrations.vllm_blocks import page_keys_of
+from umbp.integrations.vllm_runtime import Lookups, Transfers
+from umbp.loader.copies import Copies
+
+ASYNC = pytest.mark.parametrize("load_async", [True, False], ids=["async", "sync"])
+
+
+def lookups(world: World) -> Lookups:
+    found: Lookups = world.scheduler.connector.connector_scheduler.runtime
+    return found
+
+
+def transfers(world: World, rank: int = 0) -> Transfers:
+    found: Transfers = world.workers[rank].connector.connector_worker.runtime
+    return found
+
+
+def forget(world: World, name: str, *blocks: int, tp: int | None = None) -> None:
+    """These blocks of a request are evicted, in all groups and ranks or in one rank."""
+    hashes = world.requests[name].block_hashes
+    for place, namespace in lookups(world)._open.items():
+        if tp in (None, place.tp_rank):
+            namespace.remove(page_keys_of([hashes[block] for block in blocks]))
+
+
+def stored_bytes(world: World) -> int:
+    return sum(
+        loader.statistics().offloaded_bytes for rank in range(len(world.workers)) for loader in transfers(world, rank)._loaders.values()
+    )
+
+
+@pytest.fixture
+def options(server: PoolProcess, request: pytest.FixtureRequest) -> Options:
+    return Options(server.socket, extra={"umbp_tenant": request.node.name[:200]})
+
+
+@ASYNC
+@pytest.mark.parametrize(("kind", "interleaved"), [("full", False), ("full", True), ("mla", False), ("hybrid", False)])
+def test_stored_blocks_come_back(options: Options, kind: str, interleaved: bool, load_async: bool) -> None:
+    with World(replace(options, kind=kind, interleaved=interleaved, load_async=load_async)) as world:
+        assert world.serve("a", prompt(1, 5)) == (0, 5 * BLOCK + 3)
+        size = stored_bytes(world)
+        world.drop()
+        assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
+        assert world.serve("longer", prompt(1, 5, 0) + prompt(2, 2)) == (5 * BLOCK, 2 * BLOCK + 3)
+        assert stored_bytes(world) == size * 7 // 5 if kind != "hybrid" else size < stored_bytes(world) < 2 * size
+    assert world.seen.failed_blocks == set()
+
+
+def test_wrong_bytes_would_be_noticed(options: Options) -> None:
+    with World(options) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        (namespace,) = lookups(world)._open.values()
+        keys = page_keys_of(world.requests["a"].block_hashes)
+        namespace.remove(keys[3:4])
+        namespace.put(keys[3:4], np.zeros((1, namespace.object_bytes), np.uint8))
+        with pytest.raises(AssertionError, match="hold something else"):
+            world.serve("b", prompt(1, 5))
+
+
+@ASYNC
+def test_what_vanishes_between_lookup_and_load_is_recomputed(options: Options, load_async: bool) -> None:
+    with World(replace(options, load_async=load_async)) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        runtime = transfers(world)
+        load_blocks, lost = runtime.load_blocks, []
+
+        def evicted_first(plans: Any) -> Any:
+            forget(world, "a", 1, 3)
+            lost.extend([plans.block_ids[1], plans.block_ids[3]])
+            return load_blocks(plans)
+
+        runtime.load_blocks = evicted_first
+        world.add("b", prompt(1, 5))
+        world.run()
+        runtime.load_blocks = load_blocks
+        assert world.seen.failed_blocks == set(lost)
+        assert len(lost) == 2
+        assert BLOCK in [computed for computed, _ in world.seen.first["b"]]  # rewound to the first lost block
+        assert world.requests["b"].is_finished()
+        world.drop()
+        assert world.serve("c", prompt(1, 5)) == (5 * BLOCK, 3)  # what was recomputed is stored again
+
+
+def test_a_request_of_several_groups_that_lost_a_block_is_looked_up_again(options: Options) -> None:
+    with World(replace(options, kind="hybrid")) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        runtime = transfers(world)
+        load_blocks = runtime.load_blocks
+        runtime.load_blocks = lambda plans: (forget(world, "a", 4), load_blocks(plans))[1]
+        assert world.serve("b", prompt(1, 5)) == (4 * BLOCK, BLOCK + 3)
+        assert world.seen.failed_requests == {"b"}
+
+
+def test_without_recompute_one_is_warned(options: Options, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "umbp.integrations.vllm"), World(replace(options, policy="fail")):
+        assert 'set "kv_load_failure_policy": "recompute"' in caplog.text
+
+
+def test_a_sync_load_waits_for_one_layer_at_a_time(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, load = threading.Event(), Copies.load
+
+    def gated(copies: Copies, data: Any, routes: Any, layer: int) -> int:
+        assert layer == 0 or gate.wait(20)
+        return load(copies, data, routes, layer)
+
+    with World(replace(options, load_async=False)) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        monkeypatch.setattr(Copies, "load", gated)
+        connector, waits = world.workers[0].connector, []
+        wait = connector.wait_for_layer_load
+
+        def noted(name: str) -> None:
+            wait(name)
+            waits.append((name, [running.layers_ready for running in transfers(world)._running]))
+            gate.set()
+
+        connector.wait_for_layer_load = noted
+        assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
+        assert waits[0] == ("model.layers.0.attn", [1])  # the first layer was computed on while all others were still out
+        assert [name for name, _ in waits[:LAYERS]] == [f"model.layers.{layer}.attn" for layer in range(LAYERS)]
+        assert type(connector).requires_piecewise_for_cudagraph({"load_async": False})
+        assert not type(connector).requires_piecewise_for_cudagraph({})
+
+
+@ASYNC
+def test_preempted_requests_end_well(options: Options, load_async: bool) -> None:
+    with World(replace(options, blocks=14, load_async=load_async, budget=48)) as world:
+        for round_number in range(2):
+            for number in range(3):
+                world.add(f"{round_number} {number}", prompt(number, 4, 0), answers=3 * BLOCK)
+            world.run()
+            world.drop()
+        assert world.seen.preempted
+        assert all(request.is_finished() and request.num_output_tokens == 3 * BLOCK for request in world.requests.values())
+
+
+def test_a_cancelled_load_lets_go_of_its_blocks(options: Options) -> None:
+    with World(replace(options, blocks=256, budget=4096)) as world:
+        world.serve("a", prompt(1, 200))
+        world.drop()
+        keys = [f"x:tp0:pcp0:dcp0:pp0:g0:{each.hex()}" for each in world.requests["a"].block_hashes[:200]]
+        runtime = transfers(world)
+        plans = BlockLoadBatch(keys, list(range(20, 220)), [0] * 200, "r")
+        job = runtime.cancel(runtime.load_blocks(plans))
+        after = world.workers[0].memory.clone()
+        assert job.status.value in ("failed", "completed")
+        assert runtime.poll(job) is job
+        assert runtime.take_evicted_keys() == []
+        assert (world.workers[0].memory == after).all()
+
+
+def test_prefill_in_pieces_is_one_chain(options: Options) -> None:
+    with World(replace(options, budget=48)) as world:
+        runtime, parents = transfers(world), []
+        offload = runtime._loaders[0].offload
+
+        def noted(keys: Any, slots: Any, **more: Any) -> Any:
+            parents.append(more["parent"])
+            return offload(keys, slots, **more)
+
+        runtime._loaders[0].offload = noted
+        world.serve("a", prompt(1, 7))
+        hashes = world.requests["a"].block_hashes
+        assert parents == [None, hashes[2], hashes[5]]
+
+
+def test_new_weights_leave_nothing(options: Options) -> None:
+    with World(options) as world:
+        world.serve("a", prompt(1, 5))
+        assert world.scheduler.reset_prefix_cache(reset_connector=True)
+        assert world.serve("b", prompt(1, 5)) == (0, 5 * BLOCK + 3)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------------------
+
+
+@ASYNC
+def test_ranks_with_kv_of_their_own_need_each_others_blocks(options: Options, load_async: bool) -> None:
+    with World(replace(options, tp=2, load_async=load_async)) as world:
+        world.serve("a", prompt(1, 5))
+        assert stored_bytes(world) == 2 * 5 * LAYERS * world.workers[0].caches["model.layers.0.attn"].shape[1]
+        world.drop()
+        assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
+        world.drop()
+        forget(world, "a", 2, tp=1)
+        assert world.serve("c", prompt(1, 5)) == (2 * BLOCK, 3 * BLOCK + 3)
+
+
+@ASYNC
+def test_ranks_with_the_same_kv_store_one_copy_and_read_it_once(
+    options: Options, load_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UMBP_LOAD", "staged")
+    with PoolProcess(dram="512MiB") as pool, World(replace(options, pool=pool.socket, kind="mla", tp=2, load_async=load_async)) as world:
+        world.serve("a", prompt(1, 20))
+        one = 20 * LAYERS * world.workers[0].caches["model.layers.0.attn"].shape[1]
+        assert stored_bytes(world) == one
+        assert len(lookups(world)._open) == 1
+        world.drop()
+        assert world.serve("b", prompt(1, 20)) == (20 * BLOCK, 3)
+        counts = [transfers(world, rank)._loaders[0].statistics() for rank in range(2)]
+        assert [each.staged_loads for each in counts] == [1, 1]
+        assert sum(each.group_bytes + each.fallback_bytes + each.own_bytes for each in counts) < 2 * one
+        assert sum(each.received_bytes + each.fallback_bytes for each in counts) > 0
+
+
+# -- processes that die ------------------------------------------------------------------------------------------------------------
+
+
+class EngineProcess:
+    """`tests.engines.vllm.engine`, killed at the end."""
+
+    def __init__(self, pool: str, tenant: str) -> None:
+        command = [sys.executable, "-m", "tests.engines.vllm.engine", pool, tenant]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def serve(self, name: str, seed: int) -> list[int]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, seed]) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(SAYS):
+                return list(json.loads(line.removeprefix(SAYS)))
+        raise AssertionError("the engine ended")
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+def test_an_engine_that_is_killed_finds_its_blocks_again(server: PoolProcess) -> None:
+    with EngineProcess(server.socket, "killed") as engine:
+        there, computed, stored = engine.serve("a", 1)
+        assert (there, computed) == (0, 5 * BLOCK + 3)
+        assert stored > 0
+    with EngineProcess(server.socket, "killed") as engine:  # the first was killed
+        assert engine.serve("a", 1) == [5 * BLOCK, 3, 0]  # the bytes too: the forward pass has looked. And nothing was stored again
+        assert engine.serve("b", 2) == [0, 5 * BLOCK + 3, stored]
+
+
+@ASYNC
+def test_an_engine_outlives_its_pool(options: Options, load_async: bool) -> None:
+    with PoolProcess() as pool, World(replace(options, pool=pool.socket, load_async=load_async)) as world:
+        world.serve("a", prompt(1, 5))
+        pool.kill()
+        world.drop()
+        world.serve("b", prompt(1, 5))  # it may have been promised blocks, just before
+        assert (0, 5 * BLOCK + 3) in world.seen.first["b"]
+        pool.restart()
+        world.drop()
+        _wait_connected(world)
+        assert world.serve("c", prompt(1, 5)) == (5 * BLOCK, 3)
+
+
+def _wait_connected(world: World) -> None:
+    for client in (lookups(world)._pool, transfers(world)._pool):
+        eventually(lambda client=client: client.connected, "the client connects again")

@@ -1,0 +1,92 @@
+"""How the plug-in meets vLLM: registered once, beside no other, with options that are right, and a clear word about versions."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.umbp import UMBPRuntimeFactory
+
+from tests.engines.vllm.world import Options, World, config
+from tests.pools import PoolProcess
+from umbp.errors import ConfigError, Unavailable
+from umbp.integrations import vllm as plugin
+
+
+class Factory:
+    """vLLM's factory, another one."""
+
+    _builders: dict[str, Any]
+    register = classmethod(UMBPRuntimeFactory.register.__func__)  # type: ignore[attr-defined]
+    build = classmethod(UMBPRuntimeFactory.build.__func__)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def factory() -> type[Factory]:
+    return type("Empty", (Factory,), {"_builders": {}})
+
+
+def test_registering_twice_is_once(factory: type[Factory]) -> None:
+    plugin.register(factory)
+    plugin.register(factory)
+    assert list(factory._builders) == ["embedded"]
+
+
+def test_a_module_that_is_loaded_again_finds_itself_registered() -> None:
+    there = sys.modules.pop("umbp.integrations.vllm")
+    try:
+        importlib.import_module("umbp.integrations.vllm")
+    finally:
+        sys.modules["umbp.integrations.vllm"] = there
+
+
+def test_another_runtime_is_not_pushed_aside(factory: type[Factory]) -> None:
+    factory._builders["embedded"] = lambda config: None
+    with pytest.raises(ConfigError, match="another UMBP runtime"):
+        plugin.register(factory)
+
+
+def test_without_our_connector_the_runtime_says_which_module_to_name() -> None:
+    with pytest.raises(ConfigError, match=r"umbp\.integrations\.vllm"):
+        UMBPRuntimeFactory.build(plugin.upstream.UMBPRuntimeConfig("embedded", {}))
+
+
+def test_versions_that_were_not_run_are_named() -> None:
+    assert plugin.check_version("0.33.0", []) == ""
+    assert plugin.check_version("0.33.0+rocm", []) == ""
+    assert "vLLM 0.41.0 was not run with" in plugin.check_version("0.41.0", [])
+    with pytest.raises(ConfigError, match=r"vLLM 0\.41\.0 .* lacks _submit_loads.*vllm==0\.33\.0"):
+        plugin.check_version("0.41.0", ["_submit_loads"])
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"umbp_pol": "/x"}, "umbp_pol"),
+        ({"umbp_pool": 7}, "umbp_pool"),
+        ({"umbp_tenant": 1}, "umbp_tenant"),
+        ({"umbp_deadline_seconds": 0}, "umbp_deadline_seconds"),
+        ({"umbp_deadline_seconds": "10"}, "umbp_deadline_seconds"),
+        ({"umbp_deadline_seconds": True}, "umbp_deadline_seconds"),
+        ({"umbp_group": "yes"}, "umbp_group"),
+    ],
+)
+def test_an_option_that_is_wrong_stops_the_start(options: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        plugin.settings_of(config(Options("/tmp/pool", extra=options), 0), None)
+
+
+def test_no_pool_stops_the_start_with_what_to_do(server: PoolProcess) -> None:
+    with pytest.raises(Unavailable, match=r"python -m umbp\.pool"):
+        World(Options(f"{server.folder}/no.sock"))
+
+
+def test_workers_that_differ_stop_the_start(server: PoolProcess) -> None:
+    with World(Options(server.socket, tp=2)) as world:
+        told = [worker.connector.get_handshake_metadata() for worker in world.workers]
+        other = replace(told[1], groups=tuple(replace(group, sizes=group.sizes[1:]) for group in told[1].groups))
+        with pytest.raises(ConfigError, match="different layouts"):
+            world.scheduler.connector.set_xfer_handshake_metadata({0: told[0], 1: other})

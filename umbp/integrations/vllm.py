@@ -1,0 +1,225 @@
+"""vLLM: the pool as the store of vLLM's own UMBPStoreConnector, alone or with all tensor-parallel ranks, layer by layer where asked.
+
+    --kv-transfer-config '{"kv_connector": "UMBPStoreConnector", "kv_connector_module_path": "umbp.integrations.vllm", "kv_role": "kv_both",
+                           "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"load_async": true}}'
+
+Theory of operation
+-------------------
+vLLM ships the connector (prefix matching over hybrid cache groups, pins of blocks that are being stored, events) and no runtime for it.
+This module hands it out with ours: a thin subclass that tells `umbp.integrations.vllm_runtime` what the connector itself has no word for
+(which ranks hold the same bytes, the workers' layout in the scheduler, the access history).
+
+*Why not a connector of our own.* What the connector lacks is loading by layers: it submits whole blocks and waits for all of them, in
+`start_load_kv` (sync) or between steps (async). But its jobs are ours, and each layer's arrival is known to them. So two worker methods are
+enough: a sync load is started and not waited for, and `wait_for_layer_load` waits for that layer alone. What matching, hybrid groups, pins
+and failures mean stays vLLM's. Loads by a group of ranks need nothing: each worker gets the same plans, and ranks meet in the pool.
+
+*Async* (vLLM's default): a request waits outside the batch until its blocks are there; layers do not matter. *Sync* (`"load_async": false`;
+one cache group of plain attention): the forward pass starts with the first layer. The hooks are Python, so vLLM must not replay them away:
+`requires_piecewise_for_cudagraph`.
+
+*Failures.* A block that vanished after the lookup, a pool that is down, a deadline: exactly those blocks are reported. vLLM recomputes them
+if `kv_load_failure_policy` is "recompute"; its default, "fail", ends the request, so that is warned about.
+
+*Settings* of `kv_connector_extra_config`, beside vLLM's own: ``umbp_pool`` (socket; else UMBP_POOL, else the default), ``umbp_tenant``,
+``umbp_deadline_seconds`` (10), ``umbp_group`` (true: ranks that hold the same bytes load together).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from umbp.errors import ConfigError
+
+try:
+    from vllm import __version__ as VLLM_VERSION  # noqa: N812
+    from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+    from vllm.distributed.kv_transfer.kv_connector.v1 import umbp as upstream
+    from vllm.distributed.kv_transfer.kv_connector.v1.umbp.data import UMBPHandshakeMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.umbp.worker import UMBPStoreConnectorWorker
+except ImportError as error:
+    raise ImportError(f"umbp.integrations.vllm needs vLLM with its UMBPStoreConnector, such as 0.33.0: {error}") from error
+from umbp.integrations.vllm_blocks import BlockGroup, Engine
+from umbp.integrations.vllm_runtime import Lookups, Runtime, Settings, Transfers
+
+log = logging.getLogger("umbp.integrations.vllm")
+RUN_WITH = ("0.33.0",)
+NEEDED = ("_submit_loads", "_drain_load_jobs")  # of vLLM's worker half, for loads by layers
+OPTIONS = ("umbp_pool", "umbp_tenant", "umbp_deadline_seconds", "umbp_group")
+MODE = "embedded"
+
+_settings: ContextVar[Settings | None] = ContextVar("umbp_vllm_settings", default=None)
+
+
+def check_version(version: str, missing: list[str]) -> str:
+    """What to warn of, "" if nothing. ConfigError if this vLLM lacks something that is needed."""
+    if missing:
+        raise ConfigError(
+            f"vLLM {version} is not one that umbp.integrations.vllm knows ({', '.join(RUN_WITH)}): it lacks {', '.join(missing)}. "
+            "Use one of those, or umbp.integrations.vllm_offloading",
+            field="vllm",
+            example=f"vllm=={RUN_WITH[-1]}",
+        )
+    known = version.partition("+")[0] in RUN_WITH
+    return "" if known else f"vLLM {version} was not run with umbp.integrations.vllm ({', '.join(RUN_WITH)} were); it has what is needed"
+
+
+def settings_of(vllm_config: Any, kv_cache_config: Any) -> Settings:
+    """The engine's configuration as our settings. ConfigError names an option that is wrong."""
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    options: Mapping[str, Any] = transfer.kv_connector_extra_config
+    for name in options:
+        if name.startswith("umbp_") and name not in OPTIONS:
+            raise ConfigError(f"unknown option, there is {', '.join(OPTIONS)}", field=name)
+    deadline = options.get("umbp_deadline_seconds", 10.0)
+    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
+        raise ConfigError(f"{deadline!r} is not a number of seconds above 0 and up to an hour", field="umbp_deadline_seconds", example="10")
+    for name, kind, example in (("umbp_pool", str, "/run/umbp/default.sock"), ("umbp_tenant", str, "team-a"), ("umbp_group", bool, "true")):
+        if options.get(name) is not None and not isinstance(options[name], kind):
+            raise ConfigError(f"{options[name]!r} is no {kind.__name__}", field=name, example=example)
+    events = vllm_config.kv_events_config
+    engine = Engine(
+        model=str(vllm_config.model_config.model),
+        tp_size=parallel.tensor_parallel_size,
+        pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
+        copies=max(1, int(getattr(kv_cache_config, "kv_tp_replicas", 1))),
+        tenant=options.get("umbp_tenant"),
+    )
+    return Settings(
+        engine=engine,
+        engine_id=str(transfer.engine_id),
+        address=options.get("umbp_pool"),
+        deadline_seconds=float(deadline),
+        by_group=options.get("umbp_group", True),
+        events=bool(events and events.enable_kv_cache_events),
+    )
+
+
+@contextmanager
+def _building(settings: Settings) -> Iterator[None]:
+    """vLLM's factory makes the runtime from text options; the rest reaches it this way, within one call of the constructor."""
+    token = _settings.set(settings)
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+def _runtime(config: Any) -> Runtime:
+    settings = _settings.get()
+    if settings is None:
+        raise ConfigError(
+            "this runtime is for the connector of the same module",
+            field="kv_connector_module_path",
+            example="umbp.integrations.vllm",
+        )
+    return Runtime(settings)
+
+
+def register(factory: Any = upstream.UMBPRuntimeFactory) -> None:
+    """Make ours the runtime of vLLM's connector: once a process, in which scheduler and worker may both be. ConfigError if another is."""
+    try:
+        factory.register(MODE, _runtime)
+    except ValueError:
+        there = getattr(factory, "_builders", {}).get(MODE)
+        if (getattr(there, "__module__", None), getattr(there, "__qualname__", None)) != (_runtime.__module__, _runtime.__qualname__):
+            raise ConfigError(
+                f"vLLM has another UMBP runtime already ({there!r}): load one of the two", field="kv_connector_module_path"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Handshake(UMBPHandshakeMetadata):  # type: ignore[misc] # vLLM has no types here
+    """What a worker tells the scheduler: vLLM's namespace, and its cache groups."""
+
+    groups: tuple[BlockGroup, ...] = ()
+
+
+class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
+    """vLLM's connector with the pool behind it."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        settings = settings_of(vllm_config, kv_cache_config)
+        with _building(settings):
+            super().__init__(vllm_config, role, kv_cache_config)
+        self._asked: set[str] = set()
+        if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+            log.warning('a block lost on its way ends its request with an error: set "kv_load_failure_policy": "recompute"')
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        """Loads by layers wait in the layers' hooks, which a whole graph would skip."""
+        return not extra_config.get("load_async", True)
+
+    # -- the scheduler's half ----------------------------------------------------------------------------------------------------------
+
+    def get_handshake_metadata(self) -> Any:
+        """A worker's layout; the scheduler's has lost what differs by layer."""
+        told = super().get_handshake_metadata()
+        if told is None or self.connector_worker is None:
+            return told
+        transfers: Transfers = self.connector_worker.runtime
+        return Handshake(told.namespace, tuple(transfers.groups.values()))
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
+        """ConfigError if the workers' layouts differ."""
+        super().set_xfer_handshake_metadata(metadata)
+        layouts = {told.groups for told in metadata.values() if isinstance(told, Handshake)}
+        if len(layouts) > 1:
+            raise ConfigError("workers with different layouts of their KV blocks", field="kv_cache_config")
+        if self.connector_scheduler is not None and layouts:
+            lookups: Lookups = self.connector_scheduler.runtime
+            lookups.learn(layouts.pop())
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """The request is admitted: now its blocks are asked for, and not each time that it was looked at."""
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+        scheduler = self.connector_scheduler
+        if request.request_id in self._asked or scheduler.runtime is None:
+            return
+        self._asked.add(request.request_id)
+        steps = {group: size // scheduler.hash_block_size for group, size in scheduler.group_block_sizes.items()}
+        scheduler.runtime.asked({group: request.block_hashes[step - 1 :: step] for group, step in steps.items()})
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> Any:
+        """Forget the request."""
+        self._asked.discard(request.request_id)
+        return super().request_finished(request, block_ids)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
+        """Forget the request."""
+        self._asked.discard(request.request_id)
+        return super().request_finished_all_groups(request, block_ids)
+
+    # -- the worker's half: sync loads, layer by layer ---------------------------------------------------------------------------------
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start this step's loads. The forward pass may begin: each layer waits for its own blocks."""
+        metadata = self._get_connector_metadata()
+        if metadata.async_load:
+            super().start_load_kv(forward_context, **kwargs)
+            return
+        for request_id, plans in metadata.load_requests.items():
+            if plans:
+                self.connector_worker._submit_loads(request_id, plans)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Until the blocks of this layer are there; of an async load none is read in this step."""
+        if not self._get_connector_metadata().async_load:
+            self.connector_worker.runtime.wait_layer(layer_name)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """The forward pass is over: what did not come is among the blocks with errors now."""
+        if not self._get_connector_metadata().async_load:
+            self.connector_worker._drain_load_jobs(wait=True)
+        return super().get_transfer_results(finished_req_ids)
+
+
+if warning := check_version(VLLM_VERSION, [name for name in NEEDED if not hasattr(UMBPStoreConnectorWorker, name)]):
+    log.warning(warning)
+register()
