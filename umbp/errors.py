@@ -48,6 +48,12 @@ class NotFound(UmbpError, LookupError):
     http_status = 404
 
 
+class UnknownNode(NotFound):
+    """What a node said was under a registration that is over, or the node is dead to this master: it registers again."""
+
+    code = "unknown_node"
+
+
 class Unauthorized(UmbpError):
     """A token is needed, or the one given is wrong."""
 

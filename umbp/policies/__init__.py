@@ -1,6 +1,6 @@
-"""Policies by name: eviction, admission. One file a kind of idea; `base` says what a policy is."""
+"""Policies by name: the pool's and the master's. One file a kind of idea; `base` and `cluster` say what a policy is."""
 
-from umbp.policies import admission, leaf_lru, lrfu, lru, s3fifo, sieve
+from umbp.policies import admission, leaf_lru, lrfu, lru, placement, replication, routing, s3fifo, sieve
 from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, Request, find, names, register
 
 __all__ = [
@@ -16,7 +16,10 @@ __all__ = [
     "lrfu",
     "lru",
     "names",
+    "placement",
     "register",
+    "replication",
+    "routing",
     "s3fifo",
     "sieve",
 ]

@@ -1,4 +1,4 @@
-"""What an eviction or admission policy is, and how one is found by name.
+"""What an eviction or admission policy is, and how one of any kind is found by name.
 
 Theory of operation. The pool names every stored object by a dense entry id (int32, below `capacity`); ids are reused after
 removal. A policy keeps what it likes in arrays of that size or in queues of ids, and is told in batches: one call for a whole
@@ -25,7 +25,12 @@ from umbp.types import I32, U64, Mask
 
 EVICTION = "eviction"
 ADMISSION = "admission"
-KINDS = (EVICTION, ADMISSION)
+ROUTING = "routing"  # these four are the master's: see `umbp.policies.cluster`
+PLACEMENT = "placement"
+REPLICATION = "replication"
+REBALANCING = "rebalancing"
+CLUSTER_KINDS = (ROUTING, PLACEMENT, REPLICATION, REBALANCING)
+KINDS = (EVICTION, ADMISSION, *CLUSTER_KINDS)
 
 Eligible = Callable[[I32], Mask]
 """Given live entry ids, shape (n,): which may be evicted now (not leased, pinned or just acknowledged, in the namespace at stake).
@@ -122,10 +127,10 @@ def find(kind: str, name: str) -> Any:
     raise NotFound(f"no {kind} policy {name!r}; there are: {', '.join(names(kind))}", field=kind, example=names(kind)[0])
 
 
-def build(kind: str, name: str, capacity: int) -> Any:
-    """A policy by name, for this many entry ids. ConfigError if one of another package does not let itself be made."""
+def build(kind: str, name: str, *capacity: int) -> Any:
+    """A policy by name; one of the pool is for so many entry ids. ConfigError if one of another package does not let itself be made."""
     made = find(kind, name)
     try:
-        return made(capacity)
+        return made(*capacity)
     except Exception as error:
         raise ConfigError(f"the {kind} policy {name!r} cannot be made: {error!r}", field=kind) from error

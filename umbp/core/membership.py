@@ -1,0 +1,249 @@
+"""Which nodes are members, and whether they can be trusted to answer: a table of states and a record a node.
+
+Theory of operation
+-------------------
+    alive --silent/failed--> suspect --beat--> alive          suspect: not used as a source, its keys are kept
+    alive, suspect --drain--> draining --undrain--> alive     draining: a source, but nothing new is put there
+    any --expired--> dead --join--> alive or draining         dead: its keys are gone; a heartbeat is told so, and it joins again
+
+Time is the master's own: of a node only the arrival of its messages counts, so clocks that differ do no harm. A master that was stopped
+itself (its ticks are further apart than `pause_seconds`) gives everybody as much time as it was away.
+
+A *registration* is one join of one process; all that a node says carries its number. A join is judged by boot and place (a text that all
+lives of one pool on one machine have in common and no other pool has):
+    same boot             the process again: a new registration
+    same place            the process before is dead, since two cannot have one place: replaced at once
+    other place           two nodes of one name: refused as long as the first one beats; the later one asks again with its heartbeats
+
+`failed` is one requester's word that a fetch did not work. The node is avoided by all for a second, twice as long each time within a
+minute, at most `AVOID_SECONDS_MAX`; a heartbeat does not end that, because a node may beat and yet not be reachable by its address.
+
+Bounded: `NODES_MAX` records; the one that has been dead for longest makes room. Cost: microseconds a call, a pass over all nodes a tick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from umbp.errors import Conflict, LimitReached, NotFound, UnknownNode
+
+NODES_MAX = 4096
+AVOID_SECONDS, AVOID_SECONDS_MAX, AVOID_MEMORY_SECONDS = 1.0, 30.0, 60.0
+DEAD_KEPT_SECONDS = 3600.0
+
+ALIVE, SUSPECT, DRAINING, DEAD = "alive", "suspect", "draining", "dead"
+MOVES = {
+    (ALIVE, "beat"): ALIVE,
+    (ALIVE, "silent"): SUSPECT,
+    (ALIVE, "failed"): SUSPECT,
+    (ALIVE, "expired"): DEAD,
+    (ALIVE, "drain"): DRAINING,
+    (ALIVE, "undrain"): ALIVE,
+    (ALIVE, "left"): DEAD,
+    (SUSPECT, "beat"): ALIVE,
+    (SUSPECT, "silent"): SUSPECT,
+    (SUSPECT, "failed"): SUSPECT,
+    (SUSPECT, "expired"): DEAD,
+    (SUSPECT, "drain"): DRAINING,
+    (SUSPECT, "undrain"): SUSPECT,
+    (SUSPECT, "left"): DEAD,
+    (DRAINING, "beat"): DRAINING,
+    (DRAINING, "silent"): DRAINING,
+    (DRAINING, "failed"): DRAINING,
+    (DRAINING, "expired"): DEAD,
+    (DRAINING, "drain"): DRAINING,
+    (DRAINING, "undrain"): ALIVE,
+    (DRAINING, "left"): DEAD,
+    (DEAD, "failed"): DEAD,
+    (DEAD, "silent"): DEAD,
+    (DEAD, "expired"): DEAD,
+    (DEAD, "drain"): DEAD,
+    (DEAD, "undrain"): DEAD,
+    (DEAD, "left"): DEAD,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. ``suspect`` and ``dead`` are of silence; ``pause`` is a gap between ticks that was this process's own."""
+
+    heartbeat: float = 1.0
+    suspect: float = 3.0
+    dead: float = 10.0
+    pause: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A node's state is another now."""
+
+    node: str
+    before: str
+    state: str
+    why: str
+
+
+@dataclass(slots=True)
+class Member:
+    """One node. ``tiers``: tier -> (capacity, used) bytes as it last said. ``draining`` outlives death: it is the operator's will."""
+
+    node: str
+    boot: int
+    place: str
+    addresses: dict[str, str]
+    registration: int
+    holder: int
+    joined_at: float
+    last_seen: float
+    state: str = ALIVE
+    draining: bool = False
+    tiers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    avoid_until: float = 0.0
+    avoid_seconds: float = 0.0
+    failed_at: float = -1e9
+    failed_by: str = ""
+    unreachable: str = ""  # why this master itself could not reach it by its address
+    acknowledged: int = 0  # last event bundle applied
+    sweep: int = -1  # the resync that goes on, -1 for none
+    pieces: int = 0  # of it that are applied
+    wants_resync: bool = True
+    synced: bool = False  # all that it holds has been seen once since it joined
+
+    def __repr__(self) -> str:
+        return f"<Member {self.node} {self.state}, registration {self.registration}>"
+
+    def usable(self, now: float) -> bool:
+        """Whether others should fetch from it."""
+        return self.state in (ALIVE, DRAINING) and now >= self.avoid_until and not self.unreachable
+
+
+class Membership:
+    """All nodes by name."""
+
+    def __init__(self, timing: Timing, now: float) -> None:
+        self.timing = timing
+        self.members: dict[str, Member] = {}
+        self.by_holder: dict[int, Member] = {}
+        self._ticked = now
+        self._registrations = 0
+
+    def __repr__(self) -> str:
+        return f"<Membership {len(self.members)} nodes>"
+
+    def find(self, node: str) -> Member:
+        """By name. NotFound names one that exists."""
+        member = self.members.get(node)
+        if member is None:
+            raise NotFound(f"no node {node!r}", field="node", example=next(iter(self.members), "none has joined yet"))
+        return member
+
+    def member(self, node: str, registration: int) -> Member:
+        """The member that carries this registration. UnknownNode if it is over, or the node is dead."""
+        member = self.members.get(node)
+        if member is None or member.registration != registration or member.state == DEAD:
+            raise UnknownNode(f"registration {registration} of {node!r} is not a member's; join again", field="registration")
+        return member
+
+    # -- events ------------------------------------------------------------------------------------------------------------------------
+
+    def can_join(self, now: float, node: str, boot: int, place: str) -> None:
+        """Conflict if another live process has this name, LimitReached if there are too many nodes."""
+        before = self.members.get(node)
+        if before is not None and before.state != DEAD and before.boot != boot and before.place != place:
+            silent = now - before.last_seen
+            if silent < 1.5 * self.timing.heartbeat:
+                raise Conflict(
+                    f"a node of this name is alive (boot {before.boot} at {before.addresses or 'no address'})",
+                    field="node",
+                    example="--name",
+                )
+        if before is None and len(self.members) >= NODES_MAX and not any(m.state == DEAD for m in self.members.values()):
+            raise LimitReached(f"{NODES_MAX} nodes are the limit", field="node")
+
+    def join(
+        self, now: float, node: str, boot: int, place: str, addresses: dict[str, str], holder: int, *, draining: bool
+    ) -> tuple[Member, Member | None]:
+        """A process becomes a member (`can_join` was asked); the record, and the one that it takes the place of."""
+        before = self.members.pop(node, None)
+        if before is not None:
+            self.by_holder.pop(before.holder, None)
+        elif len(self.members) >= NODES_MAX:
+            self._forget(min((m for m in self.members.values() if m.state == DEAD), key=lambda m: m.last_seen))
+        self._registrations += 1
+        draining = draining or (before is not None and before.draining)
+        member = Member(node, boot, place, addresses, self._registrations, holder, now, now, DRAINING if draining else ALIVE, draining)
+        if before is not None and before.boot == boot:
+            member.avoid_until, member.avoid_seconds, member.failed_at = before.avoid_until, before.avoid_seconds, before.failed_at
+        self.members[node] = self.by_holder[holder] = member
+        return member, before
+
+    def beat(self, now: float, member: Member) -> Changed | None:
+        """It lives."""
+        member.last_seen = now
+        if member.state == SUSPECT and now < member.avoid_until:
+            return None
+        return self._move(member, "beat", "it beats")
+
+    def failed(self, now: float, node: str, by: str, why: str) -> Changed | None:
+        """A fetch from this node did not work."""
+        member = self.find(node)
+        again = now - member.failed_at < AVOID_MEMORY_SECONDS
+        if now < member.avoid_until:  # the others' word for the same fault
+            return None
+        member.avoid_seconds = min(AVOID_SECONDS_MAX, member.avoid_seconds * 2) if again else AVOID_SECONDS
+        member.avoid_until, member.failed_at, member.failed_by = now + member.avoid_seconds, now, by
+        return self._move(member, "failed", f"{by} could not fetch from it: {why}")
+
+    def drain(self, node: str, *, on: bool) -> Changed | None:
+        """The operator's will."""
+        member = self.find(node)
+        member.draining = on
+        return self._move(member, "drain" if on else "undrain", "an operator said so")
+
+    def leave(self, member: Member) -> Changed | None:
+        """A clean stop."""
+        return self._move(member, "left", "it stopped")
+
+    def tick(self, now: float) -> list[Changed]:
+        """Let time pass: what is silent is suspected, then dead."""
+        away, self._ticked = now - self._ticked, now
+        found: list[Changed] = []
+        if away > self.timing.pause:  # we were stopped, and what they said meanwhile is still in our sockets
+            for member in self.members.values():
+                member.last_seen += away
+        for member in list(self.members.values()):
+            silent = now - member.last_seen
+            if member.state == DEAD:
+                if silent > DEAD_KEPT_SECONDS and not member.draining:
+                    self._forget(member)
+            elif silent > self.timing.dead:
+                found.append(self._moved(member, "expired", f"silent for {silent:.1f} s"))
+            elif silent > self.timing.suspect and member.state == ALIVE:
+                found.append(self._moved(member, "silent", f"silent for {silent:.1f} s"))
+            elif member.state == SUSPECT and silent <= self.timing.suspect and now >= member.avoid_until:
+                found.append(self._moved(member, "beat", "its time is over"))
+        return found
+
+    def check(self) -> None:
+        """The invariants."""
+        assert len(self.members) <= NODES_MAX
+        assert {id(member) for member in self.by_holder.values()} <= {id(member) for member in self.members.values()}
+        assert all(member.holder == holder for holder, member in self.by_holder.items())
+        assert len({member.registration for member in self.members.values()}) == len(self.members)
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------------
+
+    def _move(self, member: Member, event: str, why: str) -> Changed | None:
+        before = member.state
+        assert (before, event) in MOVES, f"no move from {before} by {event}: {member!r}"
+        member.state = MOVES[before, event]
+        return Changed(member.node, before, member.state, why) if member.state != before else None
+
+    def _moved(self, member: Member, event: str, why: str) -> Changed:
+        changed = self._move(member, event, why)
+        assert changed is not None, (member, event)
+        return changed
+
+    def _forget(self, member: Member) -> None:
+        del self.members[member.node]
+        self.by_holder.pop(member.holder, None)
