@@ -1,0 +1,548 @@
+"""The master's state machine, by single rules and by a seeded run of everything that can go wrong."""
+
+from __future__ import annotations
+
+import random
+from math import inf
+
+import numpy as np
+import pytest
+
+from tests.core.cluster import DIGEST, DRAM, GIB, PAGE_BYTES, SSD, Cluster, Node, runs, words
+from umbp.core.advice import PER_NODE_MAX
+from umbp.core.membership import DEAD, SUSPECT
+from umbp.errors import Conflict, InvalidRequest, LimitReached, NotFound, UnknownNode
+from umbp.types import Tier
+
+# -- events ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_is_seen_at_once_and_a_retry_changes_nothing() -> None:
+    cluster = Cluster("a")
+    a = cluster["a"].put(1, 2)
+    assert a.tell() == "apply"
+    assert cluster.located([1, 2, 3]) == [1, 1, 0]
+    a.evict(2)
+    a.number -= 1
+    assert a.tell() == "again"
+    assert cluster.located([1, 2, 3]) == [1, 1, 0]
+
+
+def test_a_gap_asks_for_a_resync_and_the_resync_repairs_it() -> None:
+    cluster = Cluster("a")
+    a = cluster["a"].put(1, 2, 3)
+    a.tell()
+    a.evict(1).put(4)
+    a.tell(lose=True)
+    a.put(5)
+    assert a.tell() == "gap"
+    assert a.member.wants_resync
+    assert cluster.located(range(1, 6)) == [1, 1, 1, 0, 0]  # as before: routing is not worse meanwhile
+    a.resync()
+    assert cluster.located(range(1, 6)) == [0, 1, 1, 1, 1]
+    assert not a.member.wants_resync
+    assert a.put(6).tell() == "apply"
+
+
+def test_events_between_the_pieces_of_a_resync_are_newer_than_it() -> None:
+    cluster = Cluster("a")
+    a = cluster["a"].put(*range(1, 10), tier=SSD)
+    a.tell()
+    for number, verdict in enumerate(a.pieces(size=4)):
+        assert verdict == "apply"
+        if number == 0:
+            a.evict(1, tier=SSD).put(1).put(20)
+            assert a.tell() == "apply"
+            a.evict(9, tier=SSD)
+            assert a.tell() == "apply"
+    assert cluster.located([1, 2, 8, 9, 20]) == [1, 1, 1, 0, 1]
+    assert cluster.master.locate(cluster.now, DIGEST, words([1]))[1].tolist() == [1 << DRAM]
+
+
+def test_a_piece_out_of_order_begins_again() -> None:
+    cluster = Cluster("a")
+    a = cluster["a"].put(1)
+    a.sweep = 5
+    assert a.piece(1, [(1, DRAM)], last=True) == "gap"
+    assert a.piece(0, [(1, DRAM)], last=False) == "apply"
+    assert a.piece(0, [(1, DRAM)], last=False) == "again"
+    assert a.piece(2, [], last=True) == "gap"
+    assert not a.member.synced
+    a.resync()
+    assert a.member.synced
+
+
+def test_resyncs_that_never_end_do_not_confuse_old_with_new() -> None:
+    cluster = Cluster("a")
+    a = cluster["a"].put(1, 2)
+    a.tell()
+    for _ in range(40):
+        a.sweep += 1
+        assert a.piece(0, [(1, DRAM)], last=False) == "apply"
+    a.evict(2)
+    a.untold.clear()
+    a.resync()
+    assert cluster.located([1, 2]) == [1, 0]
+    cluster.wait(5.0, a)
+    cluster.master.check()
+
+
+def test_words_under_an_old_registration_are_refused() -> None:
+    cluster = Cluster("a")
+    old = cluster["a"].registration
+    cluster["a"].join()
+    with pytest.raises(UnknownNode):
+        cluster.master.expects("a", old, 1)
+    with pytest.raises(UnknownNode):
+        cluster.master.beat(cluster.now, "a", old, {})
+
+
+# -- members -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_keys_of_a_dead_node_are_gone_at_once_and_come_back_with_it() -> None:
+    cluster = Cluster("a", "b")
+    a, b = cluster["a"].put(*range(100)), cluster["b"].put(1)
+    a.tell()
+    b.tell()
+    cluster.wait(12.0, b)
+    assert a.member.state == DEAD
+    assert cluster.located([1, 2]) == [1, 0]
+    with pytest.raises(UnknownNode):
+        a.beat()
+    a.join().resync()
+    assert cluster.located([1, 2]) == [2, 1]
+    cluster.wait(3.0, a, b)
+    cluster.master.check()
+
+
+def test_a_node_that_restarts_faster_than_a_heartbeat_leaves_nothing_of_its_old_life() -> None:
+    cluster = Cluster("a")
+    cluster["a"].put(1, 2).tell()
+    again = Node(cluster, "a", boot=2).join()
+    assert cluster.located([1, 2]) == [0, 0]
+    again.put(2).tell()
+    assert cluster.located([1, 2]) == [0, 1]
+    cluster.wait(3.0, again)
+    cluster.master.check()
+
+
+def test_two_nodes_of_one_name_do_not_take_turns() -> None:
+    cluster = Cluster("a")
+    a = cluster["a"].put(1)
+    a.tell()
+    with pytest.raises(Conflict):
+        cluster.master.join(cluster.now, "a", 99, "elsewhere", {}, {})
+    assert cluster.located([1]) == [1]
+    cluster.wait(5.0, a)
+    with pytest.raises(Conflict):
+        cluster.master.join(cluster.now, "a", 99, "elsewhere", {}, {})
+
+
+def test_a_master_that_restarts_knows_again_what_pools_say() -> None:
+    cluster = Cluster("a", "b")
+    cluster["a"].put(1, 2).tell()
+    cluster["b"].put(2).tell()
+    cluster.restart_master()
+    assert cluster.located([1, 2]) == [0, 0]
+    cluster.wait(1.0, cluster["a"], cluster["b"])
+    assert cluster.located([1, 2]) == [1, 2]
+
+
+def test_a_suspect_is_not_routed_to_and_the_other_copy_is() -> None:
+    cluster = Cluster("a", "b")
+    for name in "ab":
+        cluster[name].put(1, 2).tell()
+    cluster.master.failed(cluster.now, "a", "c", "connection refused")
+    assert cluster["a"].member.state == SUSPECT
+    assert runs(cluster.plan([1, 2], "c")) == [(0, 2, "b", "dram")]
+    cluster.master.failed(cluster.now, "b", "c", "connection refused")
+    assert cluster.plan([1, 2], "c").held == 0
+    assert runs(cluster.plan([1, 2], "b")) == [(0, 2, "b", "dram")]  # its own pages need no network
+    cluster.wait(1.5, cluster["a"], cluster["b"])
+    assert cluster.plan([1, 2], "c").held == 2
+
+
+def test_a_node_that_cannot_be_reached_by_its_address_is_not_routed_to() -> None:
+    cluster = Cluster("a")
+    a = cluster["a"].put(1)
+    a.tell()
+    cluster.master.reached(cluster.now, a.member, "nothing listens there")
+    assert cluster.plan([1], "c").held == 0
+    cluster.master.reached(cluster.now, a.member, "")
+    assert cluster.plan([1], "c").held == 1
+
+
+def test_a_node_that_leaves_takes_its_engines_along() -> None:
+    cluster = Cluster("a")
+    cluster["a"].put(1).tell()
+    cluster.master.external(cluster.now, "a.0", "a", DIGEST, Tier.HBM, words([1, 2]), present=True)
+    assert cluster.located([1, 2]) == [2, 1]
+    cluster.master.leave(cluster.now, "a", cluster["a"].registration)
+    assert cluster.located([1, 2]) == [0, 0]
+    cluster.wait(2.0)
+    cluster.master.check()
+
+
+# -- engines -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_engine_tiers_add_up_and_are_cleared_one_by_one() -> None:
+    cluster = Cluster("a")
+    master, now = cluster.master, cluster.now
+    assert master.external(now, "e", "a", DIGEST, Tier.HBM, words([1, 2]), present=True) == 2
+    assert master.external(now, "e", "a", DIGEST, Tier.HOST, words([1]), present=True) == 1
+    assert master.external(now, "e", "a", DIGEST, Tier.HOST, words([1]), present=True) == 0
+    assert master.locate(now, DIGEST, words([1, 2]))[1].tolist() == [3, 1]
+    assert master.external(now, "e", "a", DIGEST, Tier.HBM, words([1]), present=False) == 1
+    assert master.locate(now, DIGEST, words([1, 2]))[1].tolist() == [2, 1]
+    assert master.engines.clear("e", Tier.HOST) == 1
+    assert master.locate(now, DIGEST, words([1, 2]))[1].tolist() == [0, 1]
+    assert master.engines.clear("e") == 1
+    assert master.engines.clear("e") == 0
+
+
+def test_an_engine_belongs_to_one_live_node() -> None:
+    cluster = Cluster("a", "b")
+    master = cluster.master
+    master.external(cluster.now, "e", "a", DIGEST, Tier.HBM, words([1]), present=True)
+    with pytest.raises(Conflict, match="is on node"):
+        master.external(cluster.now, "e", "b", DIGEST, Tier.HBM, words([1]), present=True)
+    with pytest.raises(NotFound, match="no node"):
+        master.external(cluster.now, "f", "z", DIGEST, Tier.HBM, words([1]), present=True)
+
+
+def test_engines_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("umbp.core.engines.ENGINES_MAX", 1)
+    cluster = Cluster("a")
+    cluster.master.external(cluster.now, "e", "a", DIGEST, Tier.HBM, words([1]), present=True)
+    with pytest.raises(LimitReached, match="engines"):
+        cluster.master.external(cluster.now, "f", "a", DIGEST, Tier.HBM, words([1]), present=True)
+
+
+def test_what_only_engines_have_is_not_a_source_for_pools() -> None:
+    cluster = Cluster("a")
+    cluster.master.external(cluster.now, "e", "a", DIGEST, Tier.HBM, words([1]), present=True)
+    assert cluster.plan([1], "b").held == 0
+
+
+# -- routes ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_covers_the_leading_pages_that_somebody_has() -> None:
+    cluster = Cluster("a", "b")
+    cluster["a"].put(*range(10)).tell()
+    cluster["b"].put(*range(10, 15)).put(16).tell()
+    plan = cluster.plan(range(20), "c")
+    assert plan.pages == plan.held == 15
+    assert runs(plan) == [(0, 10, "a", "dram"), (10, 15, "b", "dram")]
+    assert plan.recompute_seconds == inf
+    assert plan.runs[0].source.addresses == {"http": "a:7411"}
+    assert cluster.plan(range(30, 40), "c").held == 0
+    assert cluster.plan([], "c").held == 0
+
+
+def test_a_prefix_is_split_over_sources_by_their_measured_speed() -> None:
+    cluster = Cluster("a", "b")
+    for name in "ab":
+        cluster[name].put(*range(300)).tell()
+    for _ in range(30):
+        for size in (PAGE_BYTES, 64 * PAGE_BYTES):
+            cluster.master.costs.measured("a", DRAM, "c", size, 1e-4 + size / 4e9)
+            cluster.master.costs.measured("b", DRAM, "c", size, 1e-4 + size / 1e9)
+    plan = cluster.plan(range(300), "c")
+    pages = {run.source.node: run.pages for run in plan.runs}
+    assert pages["a"] / pages["b"] == pytest.approx(4.0, rel=0.15)
+    one = 300 * PAGE_BYTES / 4e9
+    assert plan.seconds < 0.9 * one
+
+
+def test_many_requesters_of_one_moment_are_spread_over_the_sources() -> None:
+    cluster = Cluster("a", "b", "c")
+    for name in "abc":
+        cluster[name].put(*range(4)).tell()  # too few pages to split
+    used = [cluster.plan(range(4), f"r{n}").runs[0].source.node for n in range(30)]
+    assert {used.count(name) for name in "abc"} == {10}
+    used = [cluster.plan(range(4), f"r{n}", count=False).runs[0].source.node for n in range(5)]
+    assert len(set(used)) == 1  # a question that no fetch follows makes nobody busy
+
+
+def test_computing_is_preferred_where_it_is_faster() -> None:
+    cluster = Cluster("a")
+    cluster["a"].put(*range(100)).tell()
+    fetch = cluster.plan(range(100), "b", count=False).seconds
+    slow = cluster.plan(range(100), "b", prefill=6400 / (fetch * 10), count=False)
+    assert (slow.pages, slow.recompute) == (100, False)
+    assert slow.recompute_seconds == pytest.approx(fetch * 10)
+    fast = cluster.plan(range(100), "b", prefill=6400 / (fetch / 10), count=False)
+    assert (fast.pages, fast.held, fast.recompute, fast.runs) == (0, 100, True, ())
+
+
+def test_excluded_nodes_are_not_named() -> None:
+    cluster = Cluster("a", "b")
+    for name in "ab":
+        cluster[name].put(1).tell()
+    assert runs(cluster.plan([1], "c", exclude=frozenset({"a"}))) == [(0, 1, "b", "dram")]
+    assert cluster.plan([1], "c", exclude=frozenset({"a", "b"})).held == 0
+
+
+def test_only_real_routing_calls_count_as_use() -> None:
+    cluster = Cluster("a")
+    cluster["a"].put(1, 2).tell()
+    cluster.plan([1, 2, 3], "b", count=False)
+    cluster.plan([1, 2, 3], "b", policy="random")
+    cluster.located([1, 2])
+    directory = cluster.master.directory
+    rows = directory.find(words([1, 2]), 0)
+    assert directory.use(cluster.now, rows).accesses.tolist() == [0, 0]
+    cluster.plan([1, 2, 3], "b")
+    assert directory.use(cluster.now, rows).accesses.tolist() == [1, 1]
+    assert cluster.master.counts.routes == 1
+
+
+def test_policies_are_swapped_by_name_and_previewed_without_effect() -> None:
+    cluster = Cluster("a", "b")
+    cluster["a"].put(*range(50), tier=SSD).tell()
+    cluster["b"].put(*range(50)).tell()
+    for _ in range(30):
+        cluster.master.costs.measured("a", SSD, "a", 50 * PAGE_BYTES, 9.0)
+    assert {run.source.node for run in cluster.plan(range(50), "a", count=False).runs} == {"b"}
+    assert runs(cluster.plan(range(50), "a", policy="local_first")) == [(0, 50, "a", "ssd")]
+    cluster.master.choices.swap("routing", "local_first")
+    assert runs(cluster.plan(range(50), "a", count=False)) == [(0, 50, "a", "ssd")]
+    with pytest.raises(NotFound, match="fastest"):
+        cluster.master.choices.swap("routing", "nonesuch")
+    with pytest.raises(NotFound, match="routing"):
+        cluster.master.choices.swap("eviction", "lru")
+    with pytest.raises(InvalidRequest, match="failed"):
+        cluster.plan(range(50), "a", policy="nonesuch")
+
+
+# -- placement ---------------------------------------------------------------------------------------------------------------------
+
+
+def placed(cluster: Cluster, count: int, requester: str = "r", *, size: int = PAGE_BYTES) -> list[str]:
+    draws = np.linspace(0, 1, count, endpoint=False)
+    return cluster.master.place(cluster.now, DIGEST, words(range(count)), requester, size, draws)
+
+
+def test_batches_of_one_moment_do_not_herd_on_the_emptiest_node() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster["a"].used, cluster["b"].used, cluster["c"].used = 9 * GIB, 9 * GIB, 0
+    for node in cluster.nodes.values():
+        node.beat()
+    cluster.master.choices.swap("placement", "most_available")
+    chosen = [name for _ in range(100) for name in placed(cluster, 4, size=1 << 28)]
+    assert max(chosen.count(name) for name in "abc") <= 0.5 * len(chosen)
+    assert cluster.master.placement.debited("c") == chosen.count("c") << 28
+
+
+def test_a_newcomer_ramps_up() -> None:
+    cluster = Cluster("a", "b", "c", "d")
+    cluster.wait(100.0, *cluster.nodes.values())
+    cluster.nodes["e"] = Node(cluster, "e").join()
+    cluster.master.choices.swap("placement", "most_available")
+    fresh = placed(cluster, 1000).count("e")
+    cluster.wait(90.0, *cluster.nodes.values())
+    assert 10 <= fresh <= 60
+    assert placed(cluster, 1000).count("e") == pytest.approx(200, abs=20)
+
+
+def test_what_is_on_its_way_counts_until_the_node_must_have_counted_it() -> None:
+    cluster = Cluster("a", "b")
+    cluster.master.choices.swap("placement", "same_node")
+    assert set(placed(cluster, 10)) == {"a"}
+    assert cluster.master.placement.debited("a") == 10 * PAGE_BYTES
+    cluster.now += 0.1
+    cluster["a"].beat()
+    assert cluster.master.placement.debited("a") > 0
+    cluster.now += 1.0
+    cluster["a"].beat()
+    cluster.now += 1.0
+    cluster["a"].beat()
+    assert cluster.master.placement.debited("a") == 0
+
+
+def test_draining_and_dead_nodes_get_nothing_new() -> None:
+    cluster = Cluster("a", "b")
+    cluster.master.drain(cluster.now, "a", on=True)
+    assert set(placed(cluster, 10)) == {"b"}
+    cluster.master.failed(cluster.now, "b", "x", "no")
+    assert set(placed(cluster, 10)) == {""}
+    assert runs(cluster.plan([1])) == []
+
+
+# -- advice ------------------------------------------------------------------------------------------------------------------------
+
+
+def synced(cluster: Cluster) -> None:
+    for node in cluster.nodes.values():
+        node.untold.clear()
+        node.resync()
+
+
+def test_a_copy_is_dropped_only_after_another_node_has_promised_to_hold_it() -> None:
+    cluster = Cluster("a", "b")
+    a, b = cluster["a"].put(1, 2, 3), cluster["b"].put(2, 3)
+    a.used = 9 * GIB
+    synced(cluster)
+    cluster.wait(1.0, a, b)
+    assert [(advice.verb, len(advice.keys)) for advice in b.advice] == [("hold", 2)]
+    assert not a.advice
+    b.beat(held=[b.advice[0].number])
+    a.beat()
+    assert [(advice.verb, sorted(advice.keys.view(np.uint64).reshape(-1, 4)[:, 0].tolist())) for advice in a.advice] == [("drop", [2, 3])]
+    assert a.advice[0].seconds(cluster.now) < 25.0
+    cluster.master.check()
+
+
+def test_two_full_nodes_are_never_both_told_that_the_other_holds_it() -> None:
+    cluster = Cluster("a", "b")
+    a, b = cluster["a"].put(*range(20)), cluster["b"].put(*range(20))
+    a.used = b.used = 9 * GIB
+    synced(cluster)
+    for _ in range(30):
+        cluster.wait(0.5, a, b)
+        for node in (a, b):
+            node.beat(held=[advice.number for advice in node.advice if advice.verb == "hold"])
+    dropped = [{bytes(key) for advice in node.advice if advice.verb == "drop" for key in advice.keys} for node in (a, b)]
+    assert dropped[0] | dropped[1]
+    assert not dropped[0] & dropped[1]
+
+
+def test_a_promise_that_is_not_made_drops_nothing() -> None:
+    cluster = Cluster("a", "b")
+    a, b = cluster["a"].put(1), cluster["b"].put(1)
+    a.used = 9 * GIB
+    synced(cluster)
+    cluster.wait(5.0, a, b)
+    assert not a.advice
+    a.beat(held=[b.advice[0].number])  # not the one that was asked
+    cluster.wait(1.0, a)
+    assert not a.advice
+
+
+def test_the_drop_ends_with_the_node_that_holds() -> None:
+    cluster = Cluster("a", "b")
+    a, b = cluster["a"].put(1), cluster["b"].put(1)
+    a.used = 9 * GIB
+    synced(cluster)
+    cluster.wait(1.0, a, b)
+    b.beat(held=[b.advice[0].number])
+    cluster.master.leave(cluster.now, "b", b.registration)
+    cluster.wait(1.0, a)
+    assert not a.advice
+    assert not cluster.master.advisor.ledger.by_number
+
+
+def test_hot_prefixes_are_copied_within_the_bytes_a_second_that_are_allowed() -> None:
+    cluster = Cluster("a", "b", "c", policies={"replication": "hot_prefixes"}, advice_bytes_per_second=4 * PAGE_BYTES)
+    a = cluster["a"].put(*range(20))
+    synced(cluster)
+    for _ in range(10):
+        cluster.plan(range(20), "b")
+    cluster.wait(3.0, *cluster.nodes.values())
+    copies = [advice for node in cluster.nodes.values() for advice in node.advice]
+    assert {advice.verb for advice in copies} == {"copy"}
+    assert {advice.source for advice in copies} == {"a"}
+    assert not a.advice
+    assert 8 <= sum(len(advice.keys) for advice in copies) <= 16
+    cluster.master.check()
+
+
+def test_what_is_cold_or_has_copies_enough_is_not_copied() -> None:
+    cluster = Cluster("a", "b", "c", policies={"replication": "hot_prefixes"}, advice_bytes_per_second=GIB)
+    cluster["a"].put(*range(20))
+    cluster["b"].put(*range(10))
+    synced(cluster)
+    for _ in range(10):
+        cluster.plan(range(10), "c")
+    cluster.wait(3.0, *cluster.nodes.values())
+    assert not [advice for node in cluster.nodes.values() for advice in node.advice]
+
+
+def test_a_drained_node_gives_what_only_it_has_away() -> None:
+    cluster = Cluster("a", "b", advice_bytes_per_second=GIB)
+    cluster["a"].put(*range(20))
+    cluster["b"].put(*range(5))
+    synced(cluster)
+    cluster.master.drain(cluster.now, "a", on=True)
+    cluster.wait(2.0, *cluster.nodes.values())
+    assert sum(len(advice.keys) for advice in cluster["b"].advice) == 15
+    assert {advice.verb for advice in cluster["b"].advice} == {"copy"}
+
+
+def test_a_crowded_node_gives_to_a_roomy_one_where_the_policy_says_so() -> None:
+    cluster = Cluster("a", "b", policies={"rebalancing": "even_fill"}, advice_bytes_per_second=GIB)
+    cluster["a"].put(*range(20))
+    cluster["a"].used = int(9.5 * GIB)
+    synced(cluster)
+    cluster.wait(2.0, *cluster.nodes.values())
+    assert sum(len(advice.keys) for advice in cluster["b"].advice if advice.verb == "copy") == 20
+
+
+def test_advice_that_nobody_takes_is_bounded() -> None:
+    cluster = Cluster("a", "b", policies={"replication": "hot_prefixes"}, advice_bytes_per_second=100 * GIB)
+    cluster["a"].put(*range(2000))
+    synced(cluster)
+    for _ in range(10):
+        cluster.plan(range(2000), "c")
+    for _ in range(40):
+        cluster.now += 0.05
+        cluster.master.tick(cluster.now)
+    assert len(cluster.master.advisor.ledger.by_node["b"]) == PER_NODE_MAX
+    cluster.master.check()
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_goes_wrong_the_master_ends_up_knowing_what_pools_hold(seed: int) -> None:
+    draw = random.Random(seed)
+    cluster = Cluster("a", "b", "c", keys_max=512)
+    for step in range(400):
+        node = cluster[draw.choice("abc")]
+        key, tier = draw.randrange(60), draw.choice([DRAM, SSD])
+        verb = draw.choices(["put", "evict", "tell", "lose", "wait", "restart", "freeze", "master", "fail"], [9, 6, 9, 1, 5, 1, 1, 0.3, 1])[
+            0
+        ]
+        if verb in ("put", "evict"):
+            getattr(node, verb)(key, tier=tier)
+        elif verb in ("tell", "lose"):
+            try:
+                if node.tell(lose=verb == "lose") == "gap":
+                    node.untold.clear()
+                    node.resync()
+            except UnknownNode:
+                node.untold.clear()
+                node.join().resync()
+        elif verb == "wait":
+            cluster.wait(0.5, *cluster.nodes.values())
+        elif verb == "restart":
+            again = Node(cluster, node.name, boot=node.boot + 1).join()
+            again.holds = dict(node.holds) if draw.random() < 0.5 else {}
+            cluster.nodes[node.name] = again.resync()
+        elif verb == "freeze":
+            cluster.wait(12.0, *(other for other in cluster.nodes.values() if other is not node))
+        elif verb == "master":
+            cluster.restart_master()
+        else:
+            try:
+                cluster.master.failed(cluster.now, node.name, "a", "")
+            except NotFound:
+                continue
+        plan = cluster.plan(draw.sample(range(60), 10), "a", count=step % 2 == 0)
+        assert plan.held <= 10
+    for node in cluster.nodes.values():
+        try:
+            verdict = node.tell()
+        except UnknownNode:
+            verdict = "gap"
+            node.join()
+        if verdict == "gap":
+            node.resync()
+    cluster.wait(40.0, *cluster.nodes.values())
+    expected = [sum((key, DRAM) in n.holds or (key, SSD) in n.holds for n in cluster.nodes.values()) for key in range(60)]
+    assert cluster.located(range(60)) == expected, f"seed {seed}"
+    cluster.master.check()

@@ -1,0 +1,173 @@
+"""Looks through the directory, a slice at a time, for pages that should be copied, and for copies that need not be kept.
+
+Four questions of each slice of rows:
+    leaving    is it only on a node that is drained?                            -> copy to the node with the most room
+    hot        has it fewer copies than the replication policy wants?           -> copy to the node with the most room
+    crowded    does the rebalancing policy have this node give to another one?  -> copy from the one to the other
+    spare      is it twice in the cluster, once on a node that is nearly full?  -> hold at the other one, then drop (`umbp.core.advice`)
+
+Cost: a slice of `SLICE_ROWS` a tick, about 1 ms; 10 M keys are seen once a minute at twenty ticks a second.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import numpy as np
+
+from umbp.core.advice import KEYS_MAX, Ledger
+from umbp.core.choices import Choices
+from umbp.core.directory import Directory, Locations
+from umbp.core.membership import ALIVE, DRAINING, Member, Membership
+from umbp.policies.cluster import FillView, HotView
+from umbp.types import F64, I64, Mask, Tier
+
+SLICE_ROWS = 4096
+NEARLY_FULL = 0.85
+HEAT_MIN = 1.0  # what is colder is never worth a copy
+_Wishes: TypeAlias = dict[tuple[int, int], list[tuple[int, int]]]  # (source, taker) -> (row, bytes), by number of the node
+
+
+class Advisor:
+    """Fills the ledger."""
+
+    def __init__(self, directory: Directory, membership: Membership, choices: Choices, bytes_per_second: float) -> None:
+        self.directory, self.membership, self.choices = directory, membership, choices
+        self.ledger = Ledger(bytes_per_second)
+        self._at = 0
+
+    def __repr__(self) -> str:
+        return f"<Advisor at row {self._at}, {self.ledger!r}>"
+
+    def tick(self, now: float) -> None:
+        """The next slice."""
+        self.ledger.expire(now)
+        nodes = [member for member in self.membership.members.values() if member.usable(now) and member.synced]
+        if len(nodes) < 2 or not self.directory.rows_end or not self._anything_to_ask(nodes):
+            return
+        self._at = self._at if self._at < self.directory.rows_end else 0
+        rows = np.arange(self._at, min(self._at + SLICE_ROWS, self.directory.rows_end))
+        self._at += SLICE_ROWS
+        places = self.directory.locations(rows)
+        holds = self._holding(places, nodes, len(rows))
+        self._spare(now, rows, holds, nodes)
+        use = self.directory.use(now, rows)
+        self._leaving(now, rows, holds, use.heat, nodes)
+        self._hot(now, rows, holds, use.heat, nodes)
+        self._crowded(now, rows, holds, use.heat, nodes)
+
+    def _anything_to_ask(self, nodes: list[Member]) -> bool:
+        names = self.choices.names
+        wanted = names["replication"] != "none" or names["rebalancing"] != "none"
+        return wanted or any(member.state == DRAINING or self._share(member) >= NEARLY_FULL for member in nodes)
+
+    # -- the questions -----------------------------------------------------------------------------------------------------------------
+
+    def _holding(self, places: Locations, nodes: list[Member], rows: int) -> Mask:
+        """(rows, nodes): whether the node's pool has it."""
+        column = {member.holder: at for at, member in enumerate(nodes)}
+        holds = np.zeros((rows, len(nodes)), bool)
+        for holder in np.unique(places.holder).tolist():
+            if holder in column:
+                holds[places.item[places.holder == holder], column[holder]] = True
+        return holds
+
+    def _leaving(self, now: float, rows: I64, holds: Mask, heat: F64, nodes: list[Member]) -> None:
+        leaving = np.array([member.state == DRAINING for member in nodes], bool)
+        if not leaving.any():
+            return
+        found = np.flatnonzero(holds.any(1) & ~(holds & ~leaving).any(1))
+        found = found[np.argsort(-heat[found], kind="stable")]
+        wishes: _Wishes = {}
+        for at, size in zip(found.tolist(), self._sizes(rows[found]).tolist(), strict=True):
+            taker = self._roomiest(nodes, holds[at])
+            if taker is not None:
+                wishes.setdefault((int(holds[at].argmax()), taker), []).append((int(rows[at]), size))
+        self._copies(now, wishes, nodes)
+
+    def _hot(self, now: float, rows: I64, holds: Mask, heat: F64, nodes: list[Member]) -> None:
+        if self.choices.names["replication"] == "none":
+            return
+        hot = np.flatnonzero((heat >= HEAT_MIN) & holds.any(1))
+        if not len(hot):
+            return
+        copies = holds[hot].sum(1)
+        sizes, (depth, _) = self._sizes(rows[hot]), self.directory.depth_and_parent(rows[hot])
+        wanted = self.choices.copies(HotView(heat[hot], copies, sizes, depth, len(nodes)))
+        lacking = np.flatnonzero(wanted > copies)
+        lacking = lacking[np.argsort(-heat[hot][lacking], kind="stable")]
+        wishes: _Wishes = {}
+        for at in lacking.tolist():
+            taker = self._roomiest(nodes, holds[hot[at]])
+            if taker is not None:
+                wishes.setdefault((int(holds[hot[at]].argmax()), taker), []).append((int(rows[hot[at]]), int(sizes[at])))
+        self._copies(now, wishes, nodes)
+
+    def _crowded(self, now: float, rows: I64, holds: Mask, heat: F64, nodes: list[Member]) -> None:
+        if self.choices.names["rebalancing"] == "none":
+            return
+        fill = [member.tiers.get(Tier.DRAM, (0, 0)) if member.state == ALIVE else (0, 0) for member in nodes]
+        view = FillView(np.array([total for total, _ in fill], np.int64), np.array([used for _, used in fill], np.int64))
+        alone = holds.sum(1) == 1
+        wishes: _Wishes = {}
+        for giver, taker, size_bytes in self.choices.moves(view):
+            found = np.flatnonzero(alone & holds[:, giver])
+            found = found[np.argsort(-heat[found], kind="stable")]
+            sizes = self._sizes(rows[found])
+            fitting = np.flatnonzero(np.cumsum(sizes) <= size_bytes)
+            wishes[giver, taker] = list(zip(rows[found[fitting]].tolist(), sizes[fitting].tolist(), strict=True))
+        self._copies(now, wishes, nodes)
+
+    def _spare(self, now: float, rows: I64, holds: Mask, nodes: list[Member]) -> None:
+        full = np.array([self._share(member) >= NEARLY_FULL for member in nodes], bool)
+        if not full.any():
+            return
+        found = np.flatnonzero((holds.sum(1) > 1) & holds[:, full].any(1))
+        groups: dict[tuple[int, int, int], list[int]] = {}
+        spaces = self.directory.keys(rows[found])[1].tolist() if len(found) else []
+        for at, space in zip(found.tolist(), spaces, strict=True):
+            having = np.flatnonzero(holds[at]).tolist()
+            giver = max((node for node in having if full[node]), key=lambda node: (self._share(nodes[node]), nodes[node].node))
+            keeper = min((node for node in having if node != giver), key=lambda node: (self._share(nodes[node]), nodes[node].node))
+            if self.ledger.free(int(rows[at])):
+                groups.setdefault((giver, keeper, space), []).append(int(rows[at]))
+        for (giver, keeper, space), group in groups.items():
+            if self.ledger.can_give(nodes[keeper].node) and self.ledger.can_give(nodes[giver].node):
+                group = group[:KEYS_MAX]
+                keys, _ = self.directory.keys(np.array(group, np.int64))
+                self.ledger.hold(now, nodes[keeper].node, nodes[giver].node, self.directory.digests[space], keys, group)
+
+    # -- inside ------------------------------------------------------------------------------------------------------------------------
+
+    def _copies(self, now: float, wishes: _Wishes, nodes: list[Member]) -> None:
+        """Advise copies, as far as bytes and answers allow: (source, taker) -> rows and their bytes, the dearest first."""
+        for (source, taker), pages in wishes.items():
+            by_space: dict[int, list[tuple[int, int]]] = {}
+            free = [page for page in pages if self.ledger.free(page[0])]
+            spaces = self.directory.keys(np.array([row for row, _ in free], np.int64))[1].tolist() if free else []
+            for space, page in zip(spaces, free, strict=True):
+                by_space.setdefault(space, []).append(page)
+            for space, group in by_space.items():
+                budget, sizes = self.ledger.bytes_now(now), np.cumsum([size for _, size in group])
+                fitting = min(KEYS_MAX, int(np.count_nonzero(sizes <= budget)))
+                if not fitting or not self.ledger.can_give(nodes[taker].node):
+                    continue
+                chosen = [row for row, _ in group[:fitting]]
+                keys, _ = self.directory.keys(np.array(chosen, np.int64))
+                digest, size_bytes = self.directory.digests[space], int(sizes[fitting - 1])
+                self.ledger.copy(now, nodes[taker].node, nodes[source].node, digest, keys, chosen, size_bytes)
+
+    def _sizes(self, rows: I64) -> I64:
+        sizes = np.array(self.directory.object_bytes or [0], np.int64)
+        return np.maximum(sizes[self.directory.keys(rows)[1]], 1) if len(rows) else np.empty(0, np.int64)
+
+    @staticmethod
+    def _share(member: Member) -> float:
+        capacity, used = member.tiers.get(Tier.DRAM, (0, 0))
+        return used / capacity if capacity else 1.0
+
+    def _roomiest(self, nodes: list[Member], having: Mask) -> int | None:
+        """The node with the most room that has it not yet; none that is nearly full."""
+        open_ = [member.state == ALIVE and self._share(member) < NEARLY_FULL for member in nodes]
+        others = [at for at, has in enumerate(having.tolist()) if not has and open_[at]]
+        return min(others, key=lambda at: (self._share(nodes[at]), nodes[at].node), default=None)
