@@ -1,34 +1,25 @@
-"""The one frozen configuration of a pool process, from defaults, a TOML file, ``UMBP_*`` variables and flags.
-
-The fields of `PoolConfig` are the table from which flags, variables, TOML keys and ``--help`` are made; `umbp.grammar` says how
-values are written. Later sources win: defaults, then the file, then the environment, then flags. What cannot be understood stops
-the start, with the name of the field and a good value.
-"""
+"""The one frozen configuration of a pool process. How it comes from a file, the environment and flags is `umbp.options`."""
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import difflib
 import os
 import re
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 from umbp.errors import ConfigError
-from umbp.grammar import (
-    SOCKET_PATH_BYTES_MAX,
-    Address,
-    checked_path,
-    format_size,
-    parse_address,
-    parse_duration,
-    parse_number,
-    parse_size,
-    quoted,
-)
+from umbp.grammar import Address, format_size, parse_address, parse_duration, parse_size, quoted
+from umbp.options import Option, Program, load, options_of
+from umbp.options import choice as _choice
+from umbp.options import count as _count
+from umbp.options import node_name as _pool_name
+from umbp.options import option as _option
+from umbp.options import or_auto as _or_auto
+from umbp.options import path as _path
+from umbp.options import policy_name as _policy_name
+from umbp.options import share as _share
+from umbp.options import socket_path as _socket_path
+from umbp.options import token as _token
 
 __all__ = [
     "OPTIONS",
@@ -48,8 +39,6 @@ __all__ = [
 ]
 
 DRAM_BYTES_MIN = 1 << 20  # a smaller pool is a mistake of units
-CONFIG_FILE_BYTES_MAX = 1 << 20
-PATH_BYTES_MAX = 4095
 
 # Variables that begin with UMBP_ and are no field of the pool: those of clients, the folder of sockets, the scripts' switches.
 POOL_VARIABLE, RUNTIME_DIR_VARIABLE = "UMBP_POOL", "UMBP_RUNTIME_DIR"
@@ -74,95 +63,12 @@ def default_socket(name: str, environ: Mapping[str, str]) -> str:
 
 # -- the table of options ----------------------------------------------------------------------------------------------------------
 
-Parser = Callable[[str, str], Any]  # text and the field's name in, the value out; ConfigError where the text is bad
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One row: what flags, environment, file and ``--help`` know of a field."""
-
-    group: str
-    parse: Parser
-    default: str
-    example: str
-    about: str
-
-
-def _option(group: str, parse: Parser, default: str, example: str, about: str) -> Any:
-    row = Option(group, parse, default, example, about)
-    value = parse(default, "default") if default else ""
-    return dataclasses.field(default=value, metadata={"option": row}, repr=group != "Access")  # secrets stay out of logs
-
-
-def _choice(*names: str) -> Parser:
-    def parse(text: str, field: str) -> str:
-        if (name := text.strip().lower()) in names:
-            return name
-        raise ConfigError(f"{quoted(text)} is none of {', '.join(names)}", field=field, example=names[0])
-
-    return parse
-
-
-def _count(minimum: int, maximum: int) -> Parser:
-    def parse(text: str, field: str) -> int:
-        bare = text.strip()
-        if re.fullmatch(r"[0-9]{1,18}", bare) and minimum <= int(bare) <= maximum:
-            return int(bare)
-        raise ConfigError(f"{quoted(text)} is not a whole number from {minimum} to {maximum}", field=field, example=str(minimum))
-
-    return parse
-
-
-def _matching(pattern: str, meaning: str, example: str) -> Parser:
-    def parse(text: str, field: str) -> str:
-        if re.fullmatch(pattern, text):
-            return text
-        raise ConfigError(f"{quoted(text)} is not {meaning}", field=field, example=example)
-
-    return parse
-
-
-def _or_auto(parse: Parser) -> Parser:
-    return lambda text, field: None if text.strip().lower() == "auto" else parse(text, field)
-
-
-def _share(text: str, field: str) -> float:
-    number = parse_number(text)
-    if number is not None and number[1] in ("", "%"):
-        share = float(number[0] / (100 if number[1] else 1))
-        if 0 < share <= 1:
-            return share
-    raise ConfigError(f"{quoted(text)} is not a share above 0 and up to 1", field=field, example="0.9")
-
-
-def _path(text: str, field: str) -> str:
-    checked = checked_path(text.strip(), field, bytes_max=PATH_BYTES_MAX)
-    return os.path.abspath(os.path.expanduser(checked))
-
-
-def _socket_path(text: str, field: str) -> str:
-    path = _path(text.strip().removeprefix("unix:"), field)
-    return checked_path(path, field, bytes_max=SOCKET_PATH_BYTES_MAX)
-
 
 def _numa(text: str, field: str) -> str:
     bare = text.strip().lower()
     if bare in ("auto", "off", "interleave") or re.fullmatch(r"[0-9]{1,4}", bare):
         return bare
     raise ConfigError(f"{quoted(text)} is none of auto, off, interleave or the number of a node", field=field, example="auto")
-
-
-_pool_name = _matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "a name of 1 to 64 letters, digits, dots, dashes, underscores", "node7-a")
-_policy_name = _matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "the name of a policy", "lru")
-
-
-def _token(text: str, field: str) -> str:
-    if re.fullmatch(r"[\x21-\x7e]{1,512}", text):
-        return text
-    # Unlike other values, a secret is not repeated in the message.
-    raise ConfigError(
-        "a token is 1 to 512 visible ASCII characters without spaces", field=field, example="the output of openssl rand -hex 32"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,131 +131,16 @@ class PoolConfig:
             raise ConfigError(why, field="http", example="127.0.0.1:0, or --token-file /etc/umbp/token")
 
 
-OPTIONS: dict[str, Option] = {f.name: f.metadata["option"] for f in dataclasses.fields(PoolConfig) if "option" in f.metadata}
-
-# -- loading -----------------------------------------------------------------------------------------------------------------------
-
-
-class _FlagParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message, example="python -m umbp.pool --dram 64GiB")
-
-
-def _flags() -> argparse.ArgumentParser:
-    parser = _FlagParser(
-        prog="python -m umbp.pool",
-        usage="python -m umbp.pool [options]",
-        description="The pool of one node. Each option is also a variable (UMBP_DRAM) and a TOML key (dram). Flags win over "
-        "variables, variables over the file.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=120),
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(option.group for option in OPTIONS.values())}
-    for name, option in OPTIONS.items():
-        about = f"{option.about} [{option.default}]" if option.default else option.about
-        groups[option.group].add_argument(_flag(name), metavar=option.example, help=about.replace("%", "%%"))
-    return parser
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _variable(name: str) -> str:
-    return "UMBP_" + name.upper()
+OPTIONS: dict[str, Option] = options_of(PoolConfig)
+PROGRAM = Program("python -m umbp.pool", "The pool of one node.", OPTIONS, OTHER_VARIABLES, "--dram 64GiB")
 
 
 def load_pool_config(argv: Sequence[str], environ: Mapping[str, str]) -> PoolConfig:
     """The configuration of one pool process, checked. ``--help`` prints and exits; anything bad is a `ConfigError`."""
-    flags: dict[str, str] = vars(_flags().parse_args(list(argv)))
-    variables, warnings = _from_environment(environ)
-    file = flags.get("config", variables.get("config"))
-    values: dict[str, Any] = {}
-    if file is not None:
-        path = _parsed("config", file, "--config" if "config" in flags else "UMBP_CONFIG")
-        _merge(values, _from_file(path), lambda name: f"{name} in {path}")
-    _merge(values, variables, _variable)
-    _merge(values, flags, _flag)
-    if values.get("token_file"):
-        values["token"] = _read_token(values["token_file"])
+    values, warnings = load(PROGRAM, argv, environ)
     name = values.get("name", OPTIONS["name"].default)
     if "socket" not in values:
         values["socket"] = _socket_path(default_socket(name, environ), "socket")
     config = PoolConfig(**values, warnings=tuple(warnings))
     config.validate()
     return config
-
-
-def _merge(values: dict[str, Any], texts: Mapping[str, str], source: Callable[[str], str]) -> None:
-    """Later sources over earlier ones. ``token`` and ``token_file`` are two ways to say one thing."""
-    if "token" in texts and "token_file" in texts:
-        raise ConfigError(f"both {source('token')} and {source('token_file')} are given; one is enough", field="token")
-    for name, text in texts.items():
-        values[name] = _parsed(name, text, source(name))
-        if name in ("token", "token_file"):
-            values.pop("token_file" if name == "token" else "token", None)
-
-
-def _parsed(name: str, text: str, source: str) -> Any:
-    try:
-        return OPTIONS[name].parse(text, name)
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {str(error).removeprefix(name + ': ')} [from {source}]", field=name) from None
-
-
-def _from_environment(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Fields set by variables, and a line for each variable that is not ours. A slip in a name is an error: it would be lost."""
-    texts: dict[str, str] = {}
-    warnings: list[str] = []
-    for variable in sorted(v for v in environ if v.startswith("UMBP_") and v not in OTHER_VARIABLES):
-        name = variable.removeprefix("UMBP_").lower()
-        if name in OPTIONS and variable == _variable(name):
-            texts[name] = environ[variable]
-            continue
-        meant = name.removeprefix("pool_") if name.removeprefix("pool_") in OPTIONS else _near(name, cutoff=0.84)
-        if meant:
-            raise ConfigError(f"unknown variable {variable}; {_variable(meant)} was probably meant", field=meant)
-        warnings.append(f"the variable {variable} is not known and not used")
-    return texts, warnings
-
-
-def _near(name: str, *, cutoff: float) -> str:
-    return next(iter(difflib.get_close_matches(name.lower().replace("-", "_"), OPTIONS, n=1, cutoff=cutoff)), "")
-
-
-def _from_file(path: str) -> dict[str, str]:
-    """The keys of a TOML file as texts of the one grammar; numbers and booleans may stand there as such."""
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(CONFIG_FILE_BYTES_MAX + 1)
-        if len(raw) > CONFIG_FILE_BYTES_MAX:
-            raise ConfigError(f"{path} is larger than {format_size(CONFIG_FILE_BYTES_MAX)}", field="config")
-        table = tomllib.loads(raw.decode())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="config", example="/etc/umbp/pool.toml") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}", field="config", example='dram = "64GiB"') from error
-    texts: dict[str, str] = {}
-    for key, value in table.items():
-        if key not in OPTIONS or key == "config":
-            near = _near(key, cutoff=0.6)
-            example = f"{near} = {_toml(OPTIONS[near].example)}" if near and near != "config" else 'dram = "64GiB"'
-            raise ConfigError(f"unknown key {quoted(key)} in {path}", field=key[:80], example=example)
-        if not isinstance(value, str | int | float):
-            raise ConfigError(f"a table or list stands where a value is meant in {path}", field=key, example=OPTIONS[key].example)
-        texts[key] = ("on" if value else "off") if isinstance(value, bool) else str(value)
-    return texts
-
-
-def _toml(text: str) -> str:
-    return text if re.fullmatch(r"[0-9.]+", text) else f'"{text}"'
-
-
-def _read_token(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(1024)
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}", field="token_file", example="/etc/umbp/token") from error
-    return str(_token(raw.decode("ascii", "replace").strip(), "token_file"))
