@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cache_linker
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-from sglang.srt.runtime_context import get_context
+from sglang.srt.runtime_context import get_context, get_server_args
 
 from tests.engines.sglang.models import MODELS, Model
 from tests.field.people import eventually
@@ -62,6 +62,7 @@ class Restored:
     loaded: int
     index: int
     slots: torch.Tensor
+    request: Request
     failed: list[str] = field(default_factory=list)
 
 
@@ -74,6 +75,7 @@ def configured(**more: Any) -> Iterator[None]:
         unified_cache_external_linker_config=CONFIG,
         **more,
     ):
+        get_server_args()._mamba_cache_chunk_size = 4  # else it is asked of the model's configuration, which there is none of
         yield
 
 
@@ -119,7 +121,7 @@ class Engine:
         self.cache.init_cache_linker(self.linker)
         self.kvcache.register_layer_transfer_counter(self.cache.linker.layer_done_counter)
         if shift:
-            self.model.take_away(self.allocator, shift)
+            self.model.alloc(shift * self.page)
 
     def __enter__(self) -> Engine:
         return self
@@ -134,15 +136,16 @@ class Engine:
 
     def compute(self, tokens: Sequence[int], seed: int, *, settle: bool = True) -> torch.Tensor:
         """A prompt is computed and enters the tree, which offloads it; its slots."""
-        slots = self.model.alloc(self.allocator, len(tokens))
+        slots = self.model.alloc(len(tokens))
         self.model.write(self.kvcache, slots, seed, 0)
-        self.insert(tokens, slots)
+        self.insert(tokens, slots, seed)
         if settle:
             self.settle()
         return slots
 
-    def insert(self, tokens: Sequence[int], slots: torch.Tensor) -> None:
-        self.cache.insert(InsertParams(key=key_of(tokens), value=slots, **self.model.insert_more(self.params, len(tokens))))
+    def insert(self, tokens: Sequence[int], slots: torch.Tensor, seed: int) -> None:
+        more = self.model.insert_more(seed, len(tokens) // self.page)
+        self.cache.insert(InsertParams(key=key_of(tokens), value=slots, **more))
 
     def settle(self) -> None:
         """Until all offloads have been answered, and the tree has taken the answers."""
@@ -179,7 +182,7 @@ class Engine:
         loaded = self.admit(found, request) if found.host_hit_length else 0
         index = self.cache.ready_to_load_host_cache()
         slots = self.cache.linker.private_load_indices.get(rid, torch.empty(0, dtype=torch.int64)).clone()
-        restored = Restored(found.device_prefix_len // self.page, found.host_hit_length // self.page, loaded, index, slots)
+        restored = Restored(found.device_prefix_len // self.page, found.host_hit_length // self.page, loaded, index, slots, request)
         self.cache.linker.layer_done_counter.set_consumer(index)
         if forward:
             self.forward()
@@ -207,3 +210,9 @@ class Engine:
     def has(self, slots: torch.Tensor, seed: int, first_page: int = 0) -> bool:
         """Whether these slots hold what `compute` wrote for this prompt, from this page on."""
         return self.model.holds(self.kvcache, slots, seed, first_page)
+
+    def is_whole(self, restored: Restored, seed: int) -> bool:
+        """Whether all that was restored is what `compute` wrote, with the window and the state at its end."""
+        pages = restored.on_device + restored.loaded
+        end = self.model.holds_end(self.kvcache, restored.slots, seed, pages, restored.request)
+        return end and self.has(restored.slots, seed, restored.on_device)

@@ -14,7 +14,7 @@ from tests.pools import PoolProcess
 from umbp.errors import InvalidRequest, Unavailable
 from umbp.loader.copies import Copies
 
-KINDS = ["mla", "mla+draft", "dsa", "mha"]
+KINDS = ["mla", "mla+draft", "dsa", "mha", "swa", "mla+mamba", "mha+mamba", "swa+mamba", "deepseek_v4"]
 CORES = ["python", "rust"]
 
 
@@ -33,7 +33,7 @@ def test_what_was_evicted_comes_back_byte_for_byte(server: PoolProcess, kind: st
         engine.drop()
         restored = engine.restore(tokens, "r1")
         assert (restored.on_device, restored.found, restored.loaded, restored.failed) == (0, 8, 8, [])
-        assert engine.has(restored.slots, 7)
+        assert engine.is_whole(restored, 7)
         nothing = engine.restore(prompt(2, 8, engine.page), "r2")
         assert (nothing.found, nothing.index) == (0, -1)
 
@@ -50,7 +50,7 @@ def test_only_the_tail_is_loaded_and_offered_again_without_a_copy(server: PoolPr
         assert (restored.on_device, restored.found, restored.loaded, restored.failed) == (2, 8, 8, [])
         assert engine.has(restored.slots, 7, first_page=2)
         before, nodes = engine.offloaded_bytes(), engine.linker.statistics().offloaded_pages
-        engine.insert(tokens, torch.cat([head, restored.slots]))
+        engine.insert(tokens, torch.cat([head, restored.slots]), seed=7)
         engine.settle()
         assert engine.linker.statistics().offloaded_pages == nodes + 8, "the tree offers the restored tail"
         assert engine.offloaded_bytes() == before, "and nothing of it was read"
@@ -63,9 +63,9 @@ def test_nodes_that_split_while_they_are_offloaded(server: PoolProcess, core: st
         first = prompt(1, 8, engine.page)
         second = [*first[: 4 * engine.page], *prompt(2, 4, engine.page)]
         slots = engine.compute(first, seed=7, settle=False)
-        tail = engine.model.alloc(engine.allocator, 4 * engine.page)
+        tail = engine.model.alloc(4 * engine.page)
         engine.model.write(engine.kvcache, tail, 8, 4)
-        engine.insert(second, torch.cat([slots[: 4 * engine.page], tail]))
+        engine.insert(second, torch.cat([slots[: 4 * engine.page], tail]), seed=8)
         engine.settle()
         engine.drop()
         restored = engine.restore(second, "r1")
