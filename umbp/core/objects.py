@@ -24,6 +24,7 @@ from typing import Protocol
 import numpy as np
 
 from umbp.core.allocator import Allocator, rounded
+from umbp.core.outbox import Outbox
 from umbp.policies.base import EvictionPolicy, Inserted, Request
 from umbp.types import F64, I32, I64, U8, U64, Mask
 
@@ -116,6 +117,7 @@ class Objects:
         self.table = table
         self.allocator = allocator
         self.policy = policy
+        self.outbox = Outbox(table.entries)  # what a master has still to hear of
         self._untold: list[Inserted] = []  # commits that the policy has still to hear of, in order
         self.state: U8 = np.zeros(n, np.uint8)
         self.leases: I32 = np.zeros(n, np.int32)
@@ -172,6 +174,7 @@ class Objects:
         alive &= (parents.versions == 0) | (parents.versions == self.table.versions_of(parents.ids))
         known = np.where(alive, parents.ids, -1).astype(np.int32)
         self._untold.append(Inserted(now, ids.astype(np.int32), known, fingerprints))
+        self.outbox.came(ids)
         return shown
 
     def policy_now(self) -> EvictionPolicy:
@@ -204,6 +207,8 @@ class Objects:
         """Make live objects invisible; their memory is given back now, or with their last lease. Pins on them end here."""
         if not len(ids):
             return
+        known = self.row[ids] >= 0  # of the others everybody was told when their namespace was flushed
+        self.outbox.went(ids if known.all() else ids[known])
         self.table.unpublish(ids)
         if evicted:
             self.evicted_keys += len(ids)

@@ -21,7 +21,7 @@ What it costs: each call is a fixed number of vectorised passes over its keys; `
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from umbp.core.allocator import Allocator
 from umbp.core.guard import guarded, guarded_admission
 from umbp.core.leases import Lease, Leases, Pin
 from umbp.core.limits import Limits
+from umbp.core.namespaces import NamespaceState, remember
 from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Counters, Objects, Parents
 from umbp.core.room import Room, Watermarks
 from umbp.core.scratch import Scratch
@@ -51,16 +52,6 @@ class Reserved:
     mine: Mask
     ids: I64
     offsets: I64
-
-
-@dataclass(slots=True)
-class NamespaceState:
-    """A namespace in use: its text identity, its account, and which sessions have it open."""
-
-    digest: bytes
-    canonical: bytes
-    account: Account
-    sessions: dict[int, None] = field(default_factory=dict)
 
 
 class Pool:
@@ -89,6 +80,7 @@ class Pool:
         self.scratch = Scratch(self.objects, self.room, self._limbo)
         self.namespaces: dict[int, NamespaceState] = {}  # by row
         self.by_digest: dict[bytes, NamespaceState] = {}
+        self.digests: dict[int, bytes] = {}  # by number, also of numbers that were in use a while ago
         self.counters = Counters()
         self._limited: dict[int, None] = {}  # rows with a quota
         self._doomed: list[I64] = []  # ids of flushed namespaces, still to be removed
@@ -215,8 +207,10 @@ class Pool:
             return 0  # somebody else has just done it
         account.number = self._number()
         self.rows[row, 0] = account.number
+        remember(self.digests, self.namespaces, account.number, self.namespaces[row].digest)
         doomed = self.objects.live_ids(row)
         if len(doomed):
+            self.objects.outbox.flushed(doomed)
             self.objects.transfer(doomed, self._limbo(account.object_bytes))
             self._doomed.append(doomed)
         self.counters.flushes += 1
@@ -225,6 +219,7 @@ class Pool:
     def _enter(self, state: NamespaceState) -> None:
         self.namespaces[state.account.row] = self.by_digest[state.digest] = state
         self.objects.accounts[state.account.row] = state.account
+        remember(self.digests, self.namespaces, state.account.number, state.digest)
         if state.account.quota_bytes:
             self._limited[state.account.row] = None
 
