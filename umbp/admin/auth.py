@@ -64,7 +64,7 @@ class Guard:
     """Admits or refuses requests. ``access`` says what each path template asks for; ``listening`` is the configured TCP address."""
 
     def __init__(self, token: str, listening: Address, access: Mapping[str, Access]) -> None:
-        self._token = token.encode()
+        self._token = token
         self._listening = listening
         self._access = access
 
@@ -92,26 +92,32 @@ class Guard:
         if access == "anyone":
             return
         if not self._token:
-            self._check_host(request)
+            given = request.headers.get("Host", "")
+            if not is_our_host(given, self._listening):
+                raise web.HTTPForbidden(
+                    text=f"Host: {quoted(given)} is not a name of this server, which is reached as {self._listening.host}"
+                )
         elif not (access == "local" and peer.local):
-            self._check_token(request)
+            check_token(request.headers.get("Authorization", ""), self._token)
 
-    def _check_token(self, request: web.Request) -> None:
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not given:
-            raise Unauthorized("a token is needed", field="Authorization", example="Authorization: Bearer TOKEN")
-        if not hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._token):
-            raise Unauthorized("the token is not the right one", field="Authorization")
 
-    def _check_host(self, request: web.Request) -> None:
-        given = request.headers.get("Host", "")
-        try:
-            host = parse_address(given, "Host")
-        except ConfigError:
-            host = Address()
-        ours = host.is_loopback or (host.host != "" and host.host.lower() == self._listening.host.lower())
-        if host.is_unix or host.scheme or not ours:
-            raise web.HTTPForbidden(text=f"Host: {quoted(given)} is not a name of this server, which is reached as {self._listening.host}")
+def check_token(header: str, token: str) -> None:
+    """Unauthorized if this ``Authorization`` does not carry the token."""
+    scheme, _, given = header.partition(" ")
+    if scheme.lower() != "bearer" or not given:
+        raise Unauthorized("a token is needed", field="Authorization", example="Authorization: Bearer TOKEN")
+    if not hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode()):
+        raise Unauthorized("the token is not the right one", field="Authorization")
+
+
+def is_our_host(header: str, listening: Address) -> bool:
+    """Whether this ``Host`` is a loopback name, or the address that is listened on."""
+    try:
+        host = parse_address(header, "Host")
+    except ConfigError:
+        return False
+    ours = host.is_loopback or (host.host != "" and host.host.lower() == listening.host.lower())
+    return ours and not host.is_unix and not host.scheme
 
 
 def _check_origin(request: web.Request) -> None:

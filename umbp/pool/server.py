@@ -36,6 +36,7 @@ import msgspec
 import numpy.ma  # noqa: F401 - `np.unique` imports it at its first call: 20 ms in the middle of somebody's request
 from aiohttp import web
 
+from umbp import wire
 from umbp.config import PoolConfig
 from umbp.core.groups import Groups
 from umbp.core.pool import Limits, Pool
@@ -51,9 +52,11 @@ from umbp.pool.owners import Owner, Owners
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
 from umbp.pool.sessions import FrontDoor, Session
+from umbp.pool.shelf import PoolShelf
 from umbp.pool.sources import Source
 from umbp.pool.sums import Summer
 from umbp.store import segment as segments
+from umbp.transport.sending import FIRST_LINE, PageServer
 from umbp.types import I64, U64
 
 log = logging.getLogger("umbp.pool")
@@ -164,7 +167,7 @@ class PoolServer:
         loop = asyncio.get_running_loop()
         # Until the pool stands, HTTP is served by an application that only says so.
         self._http = starter = await self._runner(web.Application(middlewares=[self._not_yet]))
-        http = await loop.create_server(self._http_protocol, sock=tcp, backlog=BACKLOG)
+        http = await loop.create_server(self._tcp_door, sock=tcp, backlog=BACKLOG)
         start = loop.run_in_executor(None, dram_start.acquire, self.config, self._on_progress)
         try:
             slice_ = await start
@@ -233,6 +236,8 @@ class PoolServer:
         rounds = self.segment.words[segments.H_ROUNDS : segments.H_ROUNDS + 1]
         self.meetings = Meetings(Groups(self.pool.leases, self.pool.scratch, rounds), self.now)
         self.fetching = Fetching(self.pool, self.segment.data.array, self.now, self.wake, self.sources, config.fetch)
+        self.shelf = PoolShelf(self.name, self.pool, self.segment, self.make_sums)
+        self.pages = PageServer(self.shelf, token=config.token, listening=self.http)
         self.owners = Owners(self, config.sessions_max)
         self.owners.adopt(unfinished)
         if slice_.attached:
@@ -249,6 +254,7 @@ class PoolServer:
             self.owners.close()
             self.meetings.close()
             await self.fetching.close()
+            await self.pages.close()
             self.summer.close()
             self.segment.words[segments.H_STATE] = segments.STOPPED
             kept = "released" if self.config.on_exit == "release" else "kept for the next start (--on-exit release gives it back)"
@@ -275,7 +281,12 @@ class PoolServer:
     # -- connections -------------------------------------------------------------------------------------------------------------------
 
     def _front_door(self) -> FrontDoor:
-        return FrontDoor(self._new_session, self._http_protocol)
+        return FrontDoor({wire.UPGRADE_REQUEST: (self._new_session, False)}, self._http_protocol)
+
+    def _tcp_door(self) -> asyncio.BaseProtocol:
+        if self.state != "ready":
+            return self._http_protocol()
+        return FrontDoor({FIRST_LINE: (self.pages.door, True)}, self._http_protocol)
 
     def _new_session(self) -> Session:
         session = Session(self, self.owners, self._session_number, on_closed=self._sessions.discard)

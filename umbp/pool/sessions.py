@@ -15,7 +15,7 @@ import asyncio
 import logging
 import socket
 import struct
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -424,10 +424,15 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
 
 
 class FrontDoor(asyncio.Protocol):
-    """Looks at the first bytes of a connection on the Unix socket and hands it to a session or to the HTTP application."""
+    """Looks at the first bytes of a connection and hands it to whom they are for, else to the HTTP application.
 
-    def __init__(self, session: Callable[[], asyncio.Protocol], http: Callable[[], asyncio.BaseProtocol]) -> None:
-        self._session = session
+    ``doors``: first bytes, and what makes the protocol for a connection that begins with them; whether it is given these bytes as well.
+    """
+
+    def __init__(
+        self, doors: Mapping[bytes, tuple[Callable[[], asyncio.Protocol], bool]], http: Callable[[], asyncio.BaseProtocol]
+    ) -> None:
+        self._doors = doors
         self._http = http
         self._start = bytearray()
         self._transport: asyncio.Transport | None = None
@@ -444,15 +449,16 @@ class FrontDoor(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Decide as soon as it can be told."""
         self._start += data
-        wanted = wire.UPGRADE_REQUEST
-        if len(self._start) < len(wanted) and wanted.startswith(bytes(self._start)):
-            return
-        assert self._transport is not None
-        self._timer.cancel()
         start, transport = bytes(self._start), self._transport
-        if start.startswith(wanted):
-            protocol: Any = self._session()
-            start = start[len(wanted) :]
+        if any(len(start) < len(wanted) and wanted.startswith(start) for wanted in self._doors):
+            return
+        assert transport is not None
+        self._timer.cancel()
+        protocol: Any = None
+        for wanted, (door, whole) in self._doors.items():
+            if start.startswith(wanted):
+                protocol, start = door(), start if whole else start[len(wanted) :]
+                break
         else:
             protocol = self._http()
         transport.set_protocol(protocol)

@@ -1,0 +1,375 @@
+"""Pages of a real pool process over HTTP: right bytes or a refusal, whatever the peer, the reader or the pool's memory do meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import umbp
+from tests.field.people import eventually, keys_of, open_namespace, values_of
+from tests.pools import PoolProcess
+from umbp import ReadStatus, WriteStatus, wire
+from umbp.errors import NotFound, ProtocolError, UmbpError, Unauthorized
+from umbp.grammar import parse_address
+from umbp.store.checksums import checksum
+from umbp.transport.base import FRAME_TYPE, PAGES_PATH, Order, Peer, decode_granted
+from umbp.transport.http import HttpTransport
+
+SIZE = 256 << 10
+HIT, MISS, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.FAILED
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PoolProcess]:
+    with PoolProcess(dram="48MiB") as running:
+        yield running
+        assert "Traceback" not in running.log(), running.log()
+
+
+@pytest.fixture
+def pool(server: PoolProcess) -> Iterator[umbp.Pool]:
+    with umbp.connect(server.socket) as client:
+        yield client
+        eventually(lambda: client.status()["leases"] == 0, "every grant was given back")
+
+
+@pytest.fixture
+def space(pool: umbp.Pool, request: pytest.FixtureRequest) -> Any:
+    return open_namespace(pool, SIZE, tenant=request.node.name)
+
+
+@pytest.fixture
+async def transport() -> AsyncIterator[HttpTransport]:
+    made = HttpTransport()
+    yield made
+    await made.close()
+
+
+def peer_of(server: PoolProcess) -> Peer:
+    return Peer(server.name, int(server.ready["boot"]), parse_address(str(server.ready["http"])))
+
+
+def digest_of(space: Any) -> str:
+    return str(space.identity.digest().hex())
+
+
+async def read(
+    transport: HttpTransport, peer: Peer, space: Any, keys: np.ndarray, *, deadline: float = 5.0, gap: int = 0
+) -> tuple[Any, np.ndarray]:
+    """What came, and the rows; ``gap`` bytes between them, which must stay what they were."""
+    size = space.object_bytes
+    data = np.full(len(keys) * (size + gap), 0xAA, np.uint8)
+    offsets = np.arange(len(keys)) * (size + gap)
+    moved = await transport.read(peer, digest_of(space), size, keys, data, offsets, time.monotonic() + deadline)
+    rows = data.reshape(len(keys), size + gap)
+    assert (rows[:, size:] == 0xAA).all()
+    return moved, rows[:, :size]
+
+
+def store(space: Any, *numbers: int) -> np.ndarray:
+    values = values_of(numbers, space.object_bytes)
+    assert space.put(keys_of(*numbers), values).all(WriteStatus.STORED)
+    return values
+
+
+# -- what it does --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gap", [0, 64])
+@pytest.mark.parametrize("size", [1, 4096, 100_001, 3 << 20])
+async def test_pages_come_whole_and_in_their_places(
+    transport: HttpTransport, server: PoolProcess, pool: umbp.Pool, size: int, gap: int
+) -> None:
+    space = open_namespace(pool, size, tenant=f"whole {size} {gap}")
+    values = store(space, 1, 2, 3, 4)
+    moved, rows = await read(transport, peer_of(server), space, keys_of(3, 404, 1, 4, 2), gap=gap)
+    assert moved.status.tolist() == [HIT, MISS, HIT, HIT, HIT]
+    assert (rows[[0, 2, 3, 4]] == values[[2, 0, 3, 1]]).all()
+    assert (rows[1] == 0xAA).all()
+    assert moved.sums[[0, 2]].tolist() == [checksum(values[2].data), checksum(values[0].data)]
+    assert moved.size_bytes == 4 * size
+
+
+async def test_a_connection_is_used_again_and_replaced_when_it_is_broken(
+    server: PoolProcess, pool: umbp.Pool, transport: HttpTransport
+) -> None:
+    space = open_namespace(pool, SIZE, tenant="again")
+    store(space, 1)
+    for _ in range(3):
+        assert (await read(transport, peer_of(server), space, keys_of(1)))[0].status.tolist() == [HIT]
+    ((line,),) = transport._idle.values()
+    line.cut()
+    assert (await read(transport, peer_of(server), space, keys_of(1)))[0].status.tolist() == [HIT]
+
+
+async def test_many_orders_at_a_time(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
+    values = store(space, *range(40))
+
+    async def one(start: int) -> None:
+        moved, rows = await read(transport, peer_of(server), space, keys_of(*range(start, start + 10)))
+        assert (moved.status == HIT).all()
+        assert (rows == values[start : start + 10]).all()
+
+    await asyncio.gather(*(one(at % 30) for at in range(24)))
+
+
+async def test_nothing_and_unknown_namespaces(transport: HttpTransport, server: PoolProcess, space: Any, pool: umbp.Pool) -> None:
+    moved, _ = await read(transport, peer_of(server), space, keys_of()[:0].reshape(0, 32))
+    assert len(moved.status) == 0
+    store(space, 1)
+    data = np.zeros(SIZE, np.uint8)
+    until = time.monotonic() + 5
+    for namespace, size in (("ab" * 32, SIZE), (digest_of(space), SIZE // 2)):
+        moved = await transport.read(peer_of(server), namespace, size, keys_of(1), data, np.zeros(1, np.int64), until)
+        assert moved.status.tolist() == [MISS]
+    assert not data.any()
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------------------------
+
+
+async def test_who_answers_at_a_wrong_address_refuses(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
+    store(space, 1)
+    good = peer_of(server)
+    for peer in (Peer("somebody", good.boot, good.address), Peer(good.node, good.boot - 1, good.address)):
+        with pytest.raises(NotFound, match=server.name):
+            await read(transport, peer, space, keys_of(1))
+    assert (await read(transport, good, space, keys_of(1)))[0].status.tolist() == [HIT]
+
+
+async def test_a_token_is_asked_for_and_sent() -> None:
+    with PoolProcess("--token", "secret", dram="8MiB") as server, umbp.connect(server.socket) as pool:
+        space = open_namespace(pool, SIZE)
+        store(space, 1)
+        for token in ("", "wrong"):
+            stranger = HttpTransport(token)
+            with pytest.raises(Unauthorized):
+                await read(stranger, peer_of(server), space, keys_of(1))
+            await stranger.close()
+        friend = HttpTransport("secret")
+        assert (await read(friend, peer_of(server), space, keys_of(1)))[0].status.tolist() == [HIT]
+        await friend.close()
+
+
+HEAD = f"POST {PAGES_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {FRAME_TYPE}\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"POST /v1/pages HTTP/1.1\r\nHost: evil.example\r\n\r\n", b"401"),
+        (b"POST /v1/pages HTTP/1.1\r\nHost: localhost\r\nContent-Type: text/plain\r\n\r\n", b"400"),
+        ((HEAD + "Content-Length: 9\r\n\r\n").encode() + bytes([9, 0, 0, 0, 200, 0, 0, 0, 0]), b"400"),
+        ((HEAD + "Content-Length: 99\r\n\r\n").encode() + (12).to_bytes(4, "little") + (8).to_bytes(4, "little") + b"notjson!", b"400"),
+        (b"POST /v1/pages HTTP/1.1\r\n" + b"A: " + b"x" * 20_000, b"400"),
+    ],
+)
+def test_bad_orders_are_answered_and_cost_nothing(server: PoolProcess, pool: umbp.Pool, request_: bytes, status: bytes) -> None:
+    address = parse_address(str(server.ready["http"]))
+    with socket.create_connection((address.host, address.port), 5) as stranger:
+        stranger.sendall(request_)
+        assert stranger.recv(100).startswith(b"HTTP/1.1 " + status)
+    assert pool.status()["leases"] == 0
+
+
+# -- bad days ------------------------------------------------------------------------------------------------------------------------
+
+
+class ByHand:
+    """A reader that does not do what `HttpTransport` does."""
+
+    def __init__(self, server: PoolProcess, space: Any, keys: np.ndarray, seconds: float) -> None:
+        address = parse_address(str(server.ready["http"]))
+        self.connection = socket.create_connection((address.host, address.port), 10)
+        frame = wire.encode(Order(server.name, int(server.ready["boot"]), digest_of(space), space.object_bytes, len(keys), seconds), keys)
+        self.connection.sendall((HEAD + f"Content-Length: {len(frame) + 1}\r\n\r\n").encode() + frame)
+        self.pages = len(keys)
+        self.rest = b""
+        while b"\r\n\r\n" not in self.rest:
+            self.more()
+        self.rest = self.rest.partition(b"\r\n\r\n")[2]
+        held, _, _ = decode_granted(self.exactly(wire.frame_bytes(self.exactly(8, peek=True))), len(keys))
+        self.held = int(held.sum())
+
+    def more(self) -> None:
+        data = self.connection.recv(4096)
+        if not data:
+            raise ConnectionResetError
+        self.rest += data
+
+    def exactly(self, count: int, *, peek: bool = False) -> bytes:
+        while len(self.rest) < count:
+            self.more()
+        data = self.rest[:count]
+        self.rest = data + self.rest[count:] if peek else self.rest[count:]
+        return data
+
+
+def test_memory_that_is_given_to_others_while_a_slow_reader_reads_is_not_the_granted(
+    server: PoolProcess, space: Any, pool: umbp.Pool
+) -> None:
+    """What `sendfile` has sent still refers to the segment: only the receipt ends the lease."""
+    values = store(space, *range(16))  # 4 MiB: some of it is in the kernel's buffers, the rest is still to be sent
+    reader = ByHand(server, space, keys_of(*range(16)), 20.0)
+    assert reader.held == 16
+    time.sleep(0.2)
+    assert space.remove(keys_of(*range(16))).all()
+    for start in range(100, 400, 50):  # through the whole of the memory, more than once
+        space.put(keys_of(*range(start, start + 50)), values_of(range(start, start + 50), SIZE))
+    assert (np.frombuffer(reader.exactly(16 * SIZE), np.uint8).reshape(16, SIZE) == values).all()
+    reader.connection.sendall(b"\x06")
+    assert reader.exactly(16) == b"\x01" * 16
+    reader.connection.close()
+
+
+def test_a_reader_that_stops_is_cut_off_when_its_time_is_over(server: PoolProcess, space: Any, pool: umbp.Pool) -> None:
+    store(space, *range(64))  # more than the kernel's buffers take
+    reader = ByHand(server, space, keys_of(*range(64)), 0.5)
+    assert pool.status()["leases"] == 1
+    eventually(lambda: pool.status()["leases"] == 0, "its grant is given back", 3.0)
+    with pytest.raises(ConnectionResetError):
+        reader.exactly(64 * SIZE)
+    reader.connection.close()
+
+
+def test_a_reader_that_never_sends_its_receipt_is_cut_off(server: PoolProcess, space: Any, pool: umbp.Pool) -> None:
+    store(space, 1)
+    reader = ByHand(server, space, keys_of(1), 0.5)
+    reader.exactly(SIZE)
+    assert pool.status()["leases"] == 1
+    eventually(lambda: pool.status()["leases"] == 0, "its grant is given back", 3.0)
+    with pytest.raises(ConnectionResetError):
+        reader.exactly(1)
+    reader.connection.close()
+
+
+def test_a_source_that_was_stopped_for_longer_than_its_lease_refuses(server: PoolProcess, space: Any, pool: umbp.Pool) -> None:
+    """Stopped until the grant's time is over, in the middle of it: no receipt of a page that may have gone is answered with yes."""
+    store(space, *range(16))
+    reader = ByHand(server, space, keys_of(*range(16)), 1.0)
+    server.signal(signal.SIGSTOP)
+    time.sleep(2.3)
+    server.signal(signal.SIGCONT)
+    with contextlib.suppress(OSError):
+        reader.exactly(16 * SIZE)
+        reader.connection.sendall(b"\x06")
+        assert reader.exactly(16) == b"\x00" * 16
+    reader.connection.close()
+
+
+async def test_a_frozen_peer_is_bounded_by_the_deadline(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
+    store(space, 1)
+    peer = peer_of(server)
+    await read(transport, peer, space, keys_of(1))  # there is a connection
+    server.signal(signal.SIGSTOP)
+    try:
+        for _ in range(2):  # on the old connection, and on a new one, which the kernel accepts for it
+            began = time.monotonic()
+            with pytest.raises(TimeoutError):
+                await read(transport, peer, space, keys_of(1), deadline=0.4)
+            assert time.monotonic() - began < 1.5
+    finally:
+        server.signal(signal.SIGCONT)
+    assert (await read(transport, peer, space, keys_of(1)))[0].status.tolist() == [HIT]
+
+
+async def test_a_peer_that_is_not_there_or_does_not_accept(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        waiting = [socket.socket() for _ in range(3)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(full.getsockname())
+        peer = peer_of(server)
+        began = time.monotonic()
+        with pytest.raises(OSError, match="timed out"):
+            await read(transport, Peer(peer.node, peer.boot, address_of(full)), space, keys_of(1))
+        assert time.monotonic() - began < 2.0  # connecting has a time limit of its own
+        for each in waiting:
+            each.close()
+    with pytest.raises(ConnectionRefusedError):
+        await read(transport, Peer(peer.node, peer.boot, parse_address(f"127.0.0.1:{free_port()}")), space, keys_of(1))
+
+
+def address_of(listener: socket.socket) -> Any:
+    return parse_address(f"127.0.0.1:{listener.getsockname()[1]}")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n\r\n", ProtocolError),
+        (b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 0\r\n\r\n", UmbpError),
+        (f"HTTP/1.1 200 OK\r\nContent-Type: {FRAME_TYPE}\r\n\r\n".encode() + b"\xff" * 16, ProtocolError),
+        (b"HTTP/1.1 200 OK\r\n" + b"A: " + b"x" * 40_000, ProtocolError),
+        (b"", OSError),
+    ],
+)
+async def test_whoever_answers_something_else_is_an_error(
+    transport: HttpTransport, server: PoolProcess, space: Any, answer: bytes, error: Any
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(65536)
+                with contextlib.suppress(OSError):
+                    connection.sendall(answer)
+                    connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(65536):
+                        pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        peer = Peer(server.name, 1, address_of(listener))
+        with pytest.raises(error):
+            await read(transport, peer, space, keys_of(1))
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+async def test_who_is_cancelled_ends_when_nothing_is_written_any_more(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
+    store(space, *range(40))
+    data = np.zeros(40 * SIZE, np.uint8)
+    task = asyncio.ensure_future(
+        transport.read(peer_of(server), digest_of(space), SIZE, keys_of(*range(40)), data, np.arange(40) * SIZE, time.monotonic() + 5)
+    )
+    await asyncio.sleep(0.004)
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    data[:] = 7
+    await asyncio.sleep(0.05)
+    assert (data == 7).all()
+
+
+def test_connections_leave_nothing_behind(server: PoolProcess, space: Any, pool: umbp.Pool) -> None:
+    store(space, 1)
+
+    def open_files() -> int:
+        return len(os.listdir(f"/proc/{server.pid}/fd"))
+
+    before = open_files()
+    for _ in range(20):
+        ByHand(server, space, keys_of(1), 5.0).connection.close()
+    eventually(lambda: open_files() <= before, "the descriptors are closed")
+    eventually(lambda: pool.status()["leases"] == 0, "the grants are given back")

@@ -1,0 +1,172 @@
+"""What a transport is: it moves pages of a peer's segment into this one's, whole and right, or says which it could not.
+
+Theory of operation
+-------------------
+A reader sends an *order*: pages of one namespace, by key. The peer *grants* it: what it holds is leased, so that it stays where it is; with
+each page goes its checksum. Then the bytes move. When the reader has all of them, and not before, it sends a *receipt*, and the peer
+answers which of the pages are still the versions that were granted. So versions are looked at before and after, and what counts as whole
+was leased all the time in between. A peer that was stopped for longer than its lease, or a reader that is slower than that, gets a refusal
+for the pages that went, never another key's bytes.
+
+The receipt matters for streams too: what a kernel has "sent" by `sendfile` still refers to the segment's memory until the reader has copied
+it out. A peer that let go of its lease when its last call returned would send whatever is written there next.
+
+An order names the process that it is meant for, by name and boot id: who answers at a wrong or reused address refuses.
+
+Bounded: pages and bytes of an order, seconds of a grant, orders served at a time. Both ends keep their own time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Protocol, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from umbp.errors import ProtocolError
+from umbp.grammar import Address
+from umbp.types import I64, U8, U64, Mask
+from umbp.wire import BATCH_MAX, Blob, Message, decode
+
+GRANT_SECONDS_MAX = 30.0
+GRANT_BYTES_MAX = 256 << 20  # what is more than this in an order is answered as not held, but for one page
+PAGES_PATH = "/v1/pages"
+FRAME_TYPE = "application/x-umbp-frame"
+
+Digest: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+
+
+class Order(Message, frozen=True, tag="order"):
+    """Pages wanted of the pool ``node`` of this ``boot``. ``how``: the transport, by name. Arrays: keys u8[n, 32]."""
+
+    node: Annotated[str, Meta(max_length=64)]
+    boot: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+    namespace: Digest
+    object_bytes: Annotated[int, Meta(ge=1, le=(1 << 32) - 1)]
+    n: Annotated[int, Meta(ge=0, le=BATCH_MAX)]
+    seconds: Annotated[float, Meta(ge=0, le=GRANT_SECONDS_MAX)]
+    how: Annotated[str, Meta(max_length=16)] = "http"
+
+
+class Granted(Message, frozen=True, tag="granted"):
+    """The answer: ``m`` of the ``n`` pages are held. Arrays: held u8[n], sums u64[m], offsets i64[m] in the peer's segment."""
+
+    n: int
+    m: int
+
+
+_orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+_granted: msgspec.json.Decoder[Granted] = msgspec.json.Decoder(Granted)
+
+
+def decode_order(frame: bytes) -> tuple[Order, U8]:
+    """Order and keys of a frame. ProtocolError if it is none."""
+    order, blob = decode(frame, _orders)
+    keys = blob.keys(order.n)
+    blob.end()
+    return order, keys
+
+
+def decode_granted(frame: bytes | bytearray | memoryview, pages: int) -> tuple[Mask, U64, I64]:
+    """What is held of an order of so many pages, the sums, and where they lie. ProtocolError if it is no such answer."""
+    granted, blob = decode(frame, _granted)
+    if granted.n != pages or not 0 <= granted.m <= pages:
+        raise ProtocolError(f"an answer of {granted.m} of {granted.n} pages, {pages} were asked for")
+    held: Mask = blob.take("u1", granted.n) != 0
+    sums, offsets = blob.take("<u8", granted.m), blob.take("<i8", granted.m)
+    blob.end()
+    if int(held.sum()) != granted.m:
+        raise ProtocolError(f"{int(held.sum())} pages are held, {granted.m} are sent")
+    return held, sums, offsets
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A pool to read from: its name, its boot id, and where this transport reaches it."""
+
+    node: str
+    boot: int
+    address: Address
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What came of an order. ``status`` (n,) uint8 of `umbp.types.ReadStatus`; ``sums`` (n,) uint64, made of the bytes as they came."""
+
+    status: U8
+    sums: U64
+    size_bytes: int
+
+
+class Transport(Protocol):
+    """Reads pages of peers."""
+
+    @property
+    def name(self) -> str:
+        """As in a node's addresses."""
+        ...
+
+    async def read(self, peer: Peer, namespace: str, size: int, keys: U8, data: U8, offsets: I64, deadline: float) -> Moved:
+        """Read ``keys`` (m, 32) to ``data[offset : offset + size]`` each, by ``deadline`` (`time.monotonic`).
+
+        OSError, TimeoutError or what the peer refused with (an `umbp.errors.UmbpError`) where nothing counts. It ends, cancelled too, only
+        when nothing is written to ``data`` any more.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections and threads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grant:
+    """Pages that a peer holds for a reader: ``held`` (n,) bool of its keys; offsets in the data of the segment and sums of those (m,)."""
+
+    held: Mask
+    offsets: I64
+    sums: U64
+    size: int
+    ids: I64
+    versions: U64
+    lease: int
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(offset, bytes): the pages in order, those that lie side by side as one."""
+        runs: list[tuple[int, int]] = []
+        for offset in self.offsets.tolist():
+            if runs and sum(runs[-1]) == offset:
+                runs[-1] = (runs[-1][0], runs[-1][1] + self.size)
+            else:
+                runs.append((offset, self.size))
+        return runs
+
+
+class Shelf(Protocol):
+    """What whoever serves pages needs of its pool. `umbp.pool.shelf` is the pool's."""
+
+    @property
+    def data_at(self) -> int:
+        """Where the data begins in the segment's file."""
+        ...
+
+    @property
+    def path(self) -> str:
+        """The segment's file."""
+        ...
+
+    async def grant(self, order: Order, keys: U8, deadline: float) -> Grant:
+        """Lease what is held of these. NotFound if the order is meant for another process."""
+        ...
+
+    def unchanged(self, grant: Grant) -> Mask:
+        """Which pages of the grant are what they were, (m,) bool."""
+        ...
+
+    def give_back(self, grant: Grant) -> None:
+        """The reader is through, or gone."""
+        ...
+
+
+__all__ = ["Blob", "Grant", "Granted", "Moved", "Order", "Peer", "Shelf", "Transport", "decode_granted", "decode_order"]

@@ -1,0 +1,328 @@
+"""Pages of peers over HTTP: received straight into the segment, several connections a peer, each page's checksum made while it is in cache.
+
+Theory of operation. What is said on the wire stands in `umbp.transport.sending`. An order is carried out by one thread on one connection
+with plain blocking calls: the kernel copies from the connection into the segment's pages (`recvmsg_into`, side by side pages as one, about
+`WINDOW_BYTES` a call), the interpreter lock is not held meanwhile, and nothing is copied again. Connections are kept and used again; how
+many there are is for whoever sends orders, as each takes one.
+
+Every wait has the order's deadline. Who is cancelled cuts the connection, which ends the thread's wait, and returns when the thread has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import xxhash
+
+from umbp import wire
+from umbp.errors import DeadlineExceeded, ProtocolError, Unavailable, from_wire
+from umbp.grammar import Address
+from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Moved, Order, Peer, decode_granted
+from umbp.types import I64, U8, U64, Mask, ReadStatus
+
+THREADS_MAX = 16
+IDLE_MAX = 4  # connections kept for one peer
+IDLE_PEERS_MAX = 256
+CONNECT_SECONDS_MAX = 0.5
+WINDOW_BYTES = 1 << 20  # received, then summed while it is in cache
+VECTORS_MAX = 512
+HEAD_BYTES_MAX = 16 << 10  # of an answer's HTTP head
+HEAD_READ_BYTES = 4096  # at a time: what comes of the pages with it is copied once more
+
+
+class HttpTransport:
+    """Reads pages of peers over HTTP. ``token``: sent with each order, where peers want one."""
+
+    name = "http"
+
+    def __init__(self, token: str = "") -> None:
+        self.token = token
+        self.received_bytes = 0
+        self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="umbp-receive")
+        self._idle: dict[Address, list[Line]] = {}
+
+    def __repr__(self) -> str:
+        return f"<HttpTransport, {sum(map(len, self._idle.values()))} idle connections, {self.received_bytes} bytes received>"
+
+    async def read(self, peer: Peer, namespace: str, size: int, keys: U8, data: U8, offsets: I64, deadline: float) -> Moved:
+        """See `umbp.transport.base.Transport`."""
+        seconds = max(0.0, min(deadline - time.monotonic(), GRANT_SECONDS_MAX))
+        order = Order(peer.node, peer.boot, namespace, size, len(keys), seconds, "http")
+        task = Receive(self._line_or_none(peer.address), peer.address, self.token, order, keys, data, offsets, deadline)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, task.run)
+        try:
+            moved = await asyncio.shield(work)
+        except asyncio.CancelledError:
+            task.cut()
+            with contextlib.suppress(Exception):
+                await work
+            raise
+        self._keep(peer.address, task.line)
+        self.received_bytes += moved.size_bytes
+        return moved
+
+    async def close(self) -> None:
+        """Cut all connections."""
+        for lines in self._idle.values():
+            for line in lines:
+                line.close()
+        self._idle.clear()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _line_or_none(self, address: Address) -> Line | None:
+        lines = self._idle.get(address, [])
+        while lines:
+            if not (line := lines.pop()).broken:
+                return line
+            line.close()
+        return None
+
+    def _keep(self, address: Address, line: Line | None) -> None:
+        if line is None:
+            return
+        lines = self._idle.setdefault(address, [])
+        if len(lines) < IDLE_MAX:
+            lines.append(line)
+        else:
+            line.close()
+        while len(self._idle) > IDLE_PEERS_MAX:  # the peer that was first heard of goes
+            for line in self._idle.pop(next(iter(self._idle))):
+                line.close()
+
+
+class Line:
+    """One connection to a peer, with plain blocking calls that keep a deadline."""
+
+    def __init__(self, address: Address, deadline: float) -> None:
+        seconds = min(CONNECT_SECONDS_MAX, deadline - time.monotonic())
+        if seconds <= 0:
+            raise TimeoutError("no time is left to connect")
+        self._socket = socket.create_connection((address.host, address.port), seconds)
+        self._socket.settimeout(None)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the other end is gone, or has sent what nobody asked for."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN | select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def send(self, data: bytes, deadline: float) -> None:
+        """All of it."""
+        self._limit(socket.SO_SNDTIMEO, deadline)
+        try:
+            self._socket.sendall(data)
+        except BlockingIOError:
+            raise TimeoutError("the peer does not read its orders") from None
+
+    def some(self, deadline: float) -> bytes:
+        """What is there of an answer's head, at least a byte."""
+        self._limit(socket.SO_RCVTIMEO, deadline)
+        try:
+            data = self._socket.recv(HEAD_READ_BYTES)
+        except BlockingIOError:
+            raise TimeoutError("the peer does not answer in time") from None
+        if not data:
+            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
+        return data
+
+    def fill(self, views: deque[memoryview], deadline: float) -> None:
+        """Receive into these, one after the other, all of them."""
+        while views:
+            self._limit(socket.SO_RCVTIMEO, deadline)
+            try:
+                got = self._socket.recvmsg_into([views[at] for at in range(min(len(views), VECTORS_MAX))], 0, socket.MSG_WAITALL)[0]
+            except BlockingIOError:
+                raise TimeoutError("the peer did not send all of it in time") from None
+            if not got:
+                raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
+            take(views, got)
+
+    def cut(self) -> None:
+        """From another thread: what waits here ends with an error."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """At once."""
+        self._socket.close()
+
+    def _limit(self, option: int, deadline: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the order's time is over")
+        microseconds = max(1, int(left * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(microseconds, 1_000_000)))
+
+
+def take(views: deque[memoryview], count: int) -> None:
+    """Forget the first ``count`` bytes of these."""
+    while count:
+        if count < len(views[0]):
+            views[0] = views[0][count:]
+            return
+        count -= len(views.popleft())
+
+
+class Receive:
+    """One order, carried out by a thread; `cut` ends it from another. ``line``: the connection, if it may be used again."""
+
+    def __init__(
+        self, line: Line | None, address: Address, token: str, order: Order, keys: U8, data: U8, offsets: I64, deadline: float
+    ) -> None:
+        self.line = line
+        self._address = address
+        self._token = token
+        self._order = order
+        self._keys = keys
+        self._data = data
+        self._offsets = offsets
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._over = False
+
+    def run(self) -> Moved:
+        """The whole of it. A kept connection that proves broken before it answered is replaced once."""
+        try:
+            if self.line is not None:
+                with contextlib.suppress(ConnectionError):
+                    return self._order_and_receive()
+                self._drop()
+            with self._lock:
+                if self._over:
+                    raise ConnectionAbortedError("cancelled")
+            line = Line(self._address, self._deadline)
+            with self._lock:
+                self.line = line
+                if self._over:
+                    raise ConnectionAbortedError("cancelled")
+            return self._order_and_receive()
+        except BaseException:
+            self._drop()
+            raise
+
+    def cut(self) -> None:
+        """End it as soon as can be."""
+        with self._lock:
+            self._over = True
+            if self.line is not None:
+                self.line.cut()
+
+    def _drop(self) -> None:
+        with self._lock:
+            if self.line is not None:
+                self.line.close()
+                self.line = None
+
+    def _order_and_receive(self) -> Moved:
+        line = self.line
+        assert line is not None
+        frame = wire.encode(self._order, self._keys)
+        head = [
+            f"POST {PAGES_PATH} HTTP/1.1\r\nHost: {self._address.netloc}\r\nContent-Type: {FRAME_TYPE}\r\nContent-Length: {len(frame) + 1}"
+        ]
+        if self._token:
+            head.append(f"Authorization: Bearer {self._token}")
+        line.send("\r\n".join([*head, "", ""]).encode() + frame, self._deadline)
+        rest = self._answer(line)
+        held, wanted, rest = self._granted(line, rest)
+        offsets = self._offsets[held]
+        sums = self._receive(line, rest, offsets)
+        line.send(b"\x06", self._deadline)
+        same = bytearray(len(offsets))
+        line.fill(deque([memoryview(same)] if len(same) else []), self._deadline)
+        whole = np.frombuffer(same, np.uint8) != 0
+        return self._moved(held, whole, wanted, sums)
+
+    def _moved(self, held: Mask, whole: Mask, wanted: U64, sums: U64) -> Moved:
+        good = whole & ((wanted == 0) | (wanted == sums))
+        status, made = np.full(len(held), ReadStatus.MISS, np.uint8), np.zeros(len(held), np.uint64)
+        status[held] = np.where(good, ReadStatus.HIT, np.where(whole, ReadStatus.FAILED, ReadStatus.MISS))
+        made[held] = sums
+        return Moved(status, made, len(sums) * self._order.object_bytes)
+
+    def _answer(self, line: Line) -> bytes:
+        """What came after the HTTP head of the answer. Raises what the peer refused with."""
+        data = b""
+        while (end := data.find(b"\r\n\r\n")) < 0:
+            if len(data) > HEAD_BYTES_MAX:
+                raise ProtocolError("the head of the answer has no end")
+            data += line.some(self._deadline)
+        lines = data[:end].decode("latin-1").split("\r\n")
+        words = lines[0].split(" ", 2)
+        if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
+            raise ProtocolError(f"{self._address} does not speak HTTP")
+        fields = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in lines[1:])}
+        rest = data[end + 4 :]
+        if words[1] == "200" and fields.get("content-type") == FRAME_TYPE:
+            return rest
+        length = fields.get("content-length", "0")
+        size = min(int(length) if length.isdigit() else 0, HEAD_BYTES_MAX)
+        while len(rest) < size:
+            rest += line.some(self._deadline)
+        raise _refusal(words[1], rest[:size])
+
+    def _granted(self, line: Line, rest: bytes) -> tuple[Mask, U64, bytes]:
+        """What the peer holds, the sums it should have, and what came of the pages with it."""
+        while len(rest) < wire.PREFIX.size:
+            rest += line.some(self._deadline)
+        size = wire.frame_bytes(rest[: wire.PREFIX.size])
+        while len(rest) < size:
+            rest += line.some(self._deadline)
+        held, sums, _ = decode_granted(rest[:size], self._order.n)
+        return held, sums, rest[size:]
+
+    def _receive(self, line: Line, first: bytes, offsets: I64) -> U64:
+        """The pages, each to its place; their checksums."""
+        size, data, digest = self._order.object_bytes, self._data.data, xxhash.xxh3_64_intdigest
+        sums = np.zeros(len(offsets), np.uint64)
+        step = max(1, WINDOW_BYTES // size)
+        for start in range(0, len(offsets), step):
+            part = offsets[start : start + step].tolist()
+            views: deque[memoryview] = deque()
+            at = end = -1
+            for offset in part:  # pages that lie side by side are one view
+                if offset == end:
+                    views.pop()
+                else:
+                    at = offset
+                end = offset + size
+                views.append(data[at:end])
+            if first:
+                first = _pour(first, views)
+            line.fill(views, self._deadline)
+            for place, offset in enumerate(part, start):
+                sums[place] = digest(data[offset : offset + size]) or 1
+        return sums
+
+
+def _pour(data: bytes, views: deque[memoryview]) -> bytes:
+    """Copy to these what has come already; what is left of it."""
+    while data and views:
+        count = min(len(data), len(views[0]))
+        views[0][:count] = data[:count]
+        take(views, count)
+        data = data[count:]
+    return data
+
+
+def _refusal(status: str, body: bytes) -> Exception:
+    try:
+        said = json.loads(body)
+        return from_wire(str(said["code"]), str(said["detail"]))
+    except (ValueError, KeyError, TypeError):
+        if status == "504":
+            return DeadlineExceeded("the peer was too slow")
+        return Unavailable(f"the peer answered {status}")
