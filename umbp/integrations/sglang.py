@@ -40,6 +40,7 @@ import numpy as np
 
 from umbp.client import Lease, Namespace, connect
 from umbp.integrations import versions
+from umbp.integrations.windows import windows_that_are_whole
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader import Load, Loader
 from umbp.types import I64, U8, Mask
@@ -400,15 +401,6 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for shelf in self.shelves:
             shelf.loader.close()
         self._pool.close()
-
-
-def windows_that_are_whole(hit: Mask, window: int) -> Mask:
-    """For each length 1 .. n: whether the last ``window`` pages of it (all, where it is shorter) are there; (n,) bool."""
-    total = np.concatenate([[0], np.cumsum(hit)])
-    ends = np.arange(1, len(hit) + 1)
-    starts = np.maximum(ends - window, 0)
-    whole: Mask = total[ends] - total[starts] == ends - starts
-    return whole
 
 
 def distinct(keys: U8) -> list[I64]:

@@ -81,7 +81,7 @@ def device_group(kvcache: Any, page_size: int, params: Any, components: set[Any]
     """SGLang's own group of device pools, or ours where it has none. ValueError says why neither can be had."""
     try:
         return resolve_hybrid_device_pool_group(kvcache=kvcache, page_size=page_size, params=params, components=components)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, ZeroDivisionError) as error:
         group = plain_group(kvcache, page_size, params)
         if group is None:
             raise ValueError(f"UMBP cannot hold the KV of {type(kvcache).__name__} yet: {error}") from error

@@ -11,7 +11,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 import umbp
 from tests.engines.sglang.engine import Engine, configured, prompt
 from tests.pools import PoolProcess
-from umbp.integrations.sglang import distinct, windows_that_are_whole
+from umbp.integrations.sglang import distinct
+from umbp.integrations.windows import windows_that_are_whole
 
 
 @pytest.fixture(autouse=True)
