@@ -50,11 +50,12 @@ class Made:
     """A source that makes what it is asked for."""
 
     read_bytes_max = 1 << 20
+    local = True
 
     def __init__(self, name: str, thousands: set[int], seconds: float) -> None:
         self.name, self.thousands, self.seconds = name, thousands, seconds
 
-    async def offers(self, space: Space, keys: U8, exclude: frozenset[str], deadline: float) -> list[Offer]:
+    async def offers(self, space: Space, keys: U8, exclude: frozenset[str], deadline: float, *, peek: bool) -> list[Offer]:
         numbers = [number_of(key) for key in keys]
         offers = []
         for hundred in sorted({number // 100 for number in numbers if number // 1000 in self.thousands}):

@@ -155,7 +155,7 @@ class Fetching:
         tiers[self.pool.find_keys(account, keys).hit] = Tier.DRAM
         absent = np.flatnonzero(tiers == NOWHERE)
         if len(absent) and self.sources:
-            offers = await self._offers(self._space(account), keys[absent], frozenset(), self.now() + LOCATE_SECONDS_MAX)
+            offers = await self._offers(self._space(account), keys[absent], frozenset(), self.now() + LOCATE_SECONDS_MAX, peek=True)
             for _, offer in reversed(offers):  # the cheapest last, so that it counts
                 tiers[absent[offer.which]] = offer.tier
         return tiers
@@ -238,7 +238,9 @@ class Fetching:
             if not len(left):
                 return
 
-    async def _offers(self, space: Space, keys: U8, exclude: frozenset[str], deadline: float) -> list[tuple[Source, Offer]]:
+    async def _offers(
+        self, space: Space, keys: U8, exclude: frozenset[str], deadline: float, *, peek: bool = False
+    ) -> list[tuple[Source, Offer]]:
         """Of all sources, the cheapest a page first. A source that fails or is late offers nothing."""
 
         async def ask(source: Source) -> list[tuple[Source, Offer]]:
@@ -247,7 +249,7 @@ class Fetching:
                 return []
             try:
                 async with asyncio.timeout(max(0.0, deadline - self.now())):
-                    offers = await source.offers(space, keys, exclude, deadline)
+                    offers = await source.offers(space, keys, exclude, deadline, peek=peek)
             except (UmbpError, OSError, TimeoutError) as error:
                 self._suspect(source.name, place, error)
                 return []

@@ -65,14 +65,20 @@ class Source(Protocol):
         ...
 
     @property
+    def local(self) -> bool:
+        """Whether it is of this node. Peers that ask this one for pages get those of its DRAM and of local sources, not of other peers."""
+        ...
+
+    @property
     def read_bytes_max(self) -> int:
         """Most bytes that one `read` is asked for: a few milliseconds of work, so that the first pages are there early."""
         ...
 
-    async def offers(self, space: Space, keys: U8, exclude: frozenset[str], deadline: float) -> list[Offer]:
-        """Who could give which of these keys, (n, 32) uint8; no side effects. ``exclude``: places not to name.
+    async def offers(self, space: Space, keys: U8, exclude: frozenset[str], deadline: float, *, peek: bool) -> list[Offer]:
+        """Who could give which of these keys, (n, 32) uint8, root first. ``exclude``: places not to name.
 
-        ``deadline``: on the clock of `time.monotonic`; an answer that comes later is of no use. A key may be in several offers.
+        ``deadline``: on the clock of `time.monotonic`; an answer that comes later is of no use. A key may be in several offers. ``peek``:
+        somebody wants to know; a read need not follow, and it is not to be counted as one.
         """
         ...
 
