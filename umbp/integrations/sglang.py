@@ -29,7 +29,7 @@ batch with a 503, and nothing of them enters the tree: what can still get there 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass, field
@@ -74,6 +74,7 @@ if unmet := UnifiedCacheLinker.__abstractmethods__ - METHODS:
     raise versions.does_not_fit("sglang", KNOWN, f"its linkers also have {', '.join(sorted(unmet))}")
 
 log = logging.getLogger("umbp.integrations.sglang")
+PROMPTS_REMEMBERED_MAX = 64  # whose pages' order is known to offloads: they follow within a few steps
 REQUESTS_REMEMBERED_MAX = 4096  # whose key lists were noted: SGLang looks a waiting request up again in every step
 
 
@@ -180,7 +181,9 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._started: dict[int, list[Wanted]] = {}
         self._noted: OrderedDict[str, None] = OrderedDict()
         self._errands = ThreadPoolExecutor(1, thread_name_prefix="umbp-lease")
-        self._offloads = OffloadQueue([shelf.loader for shelf in self.shelves], self._was_stored, f"umbp-offload-tp{place.tp_rank}")
+        self._asked: deque[U8] = deque(maxlen=PROMPTS_REMEMBERED_MAX)
+        loaders = [shelf.loader for shelf in self.shelves]
+        self._offloads = OffloadQueue(loaders, self._was_stored, self._before, f"umbp-offload-tp{place.tp_rank}")
         self._count = dict.fromkeys(("lookups", "pages_asked", "pages_found", "loads", "refused_loads", "failed_batches"), 0)
         log.info("UMBP on %s: %s; rank %d of %d, group of %d", self._pool, self.shelves, place.tp_rank, place.tp_size, len(near))
 
@@ -229,6 +232,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Which pages are there. The first time that a request asks, its keys go to the access history."""
         if rid not in self._noted and shelf.bundle.source == PoolName.KV:
             self._noted[rid] = None
+            self._asked.append(keys)
             while len(self._noted) > REQUESTS_REMEMBERED_MAX:
                 self._noted.popitem(last=False)
             return shelf.namespace.lookup(keys)
@@ -364,6 +368,14 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
             parts, events = {}, []
         self._offloads.put(Node(parts, events, session=session_id))
         return True
+
+    def _before(self, key: U8) -> bytes | None:
+        """The key before this one in a prompt that was asked for lately. SGLang tells of a node's pages only, not of what they follow."""
+        for keys in list(self._asked):
+            found = np.flatnonzero(keys.view(np.uint64)[1:, 0] == key.view(np.uint64)[0])
+            if len(found):
+                return bytes(keys[found[0]])
+        return None
 
     def _was_stored(self, node: Node) -> None:
         """A node's pages are all in the pool."""

@@ -4,9 +4,10 @@ SGLang locks a tree node for each accepted offload and takes the results in orde
 accepted offload has exactly one result: also when the queue is full, when slots make no sense, or when the pool is gone (then it is False,
 and SGLang offers the node again at its next hit).
 
-Nodes are taken from the queue together, up to `BATCH_PAGES`, and stored bundle by bundle: windows and states before KV, so that a prefix is
-not restorable before all of it is there. What is stored already costs the loader one probe of the index and no read of a tensor; in a group
-each page is read by one rank. Pages of a node that failed half way stay: each is whole, and without its others it is no restorable length.
+Nodes are taken from the queue together, up to `BATCH_PAGES`, and handed to the loaders one by one, as the pages of one node follow each
+other: that is what the pool's eviction goes by. What is stored already costs the loader one probe of the index and no read of a tensor; in
+a group each page is read by one rank. A node is stored when all bundles have all of it. Pages of one that failed half way stay: each is
+whole, and without its others it is no restorable length.
 """
 
 from __future__ import annotations
@@ -18,9 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from umbp.loader import Loader
+from umbp.loader import Loader, Offload
 from umbp.types import I64, U8, WriteStatus
 
 log = logging.getLogger("umbp.integrations.sglang")
@@ -53,11 +52,15 @@ class Node:
 
 
 class OffloadQueue:
-    """Accepted offloads of one worker and their results. ``loaders``: one a bundle. ``stored``: told of each node that was."""
+    """Accepted offloads of one worker and their results.
 
-    def __init__(self, loaders: Sequence[Loader], stored: Callable[[Node], None], name: str) -> None:
+    ``loaders``: one a bundle. ``stored``: told of each node that was. ``before``: the key before a key, where it is known.
+    """
+
+    def __init__(self, loaders: Sequence[Loader], stored: Callable[[Node], None], before: Callable[[U8], bytes | None], name: str) -> None:
         self._loaders = loaders
         self._told = stored
+        self._before = before
         self._waiting: deque[Node] = deque()
         self._accepted: deque[Node] = deque()  # without a result taken yet, in order
         self._busy = False
@@ -135,7 +138,7 @@ class OffloadQueue:
             self._change.wait_for(lambda: self._waiting or self._stop)
             if self._stop:
                 return None
-            batch, pages = [self._waiting.popleft()], 0
+            batch = [self._waiting.popleft()]
             pages = batch[0].pages
             while self._waiting and pages + self._waiting[0].pages <= BATCH_PAGES:
                 batch.append(self._waiting.popleft())
@@ -154,27 +157,27 @@ class OffloadQueue:
                 log.exception("an offload was refused")
                 node.parts = {}
                 node.stored = False
-        for number in range(len(self._loaders) - 1, -1, -1):
-            nodes = [node for node in batch if number in node.parts and node.stored is not False]
-            if nodes:
-                self._store_bundle(number, nodes)
+        asked: list[tuple[Node, Offload]] = []
+        try:
+            for node in batch:
+                for number, part in node.parts.items():
+                    before = self._before(part.keys[0])
+                    asked.append((node, self._loaders[number].offload(part.keys, node.placed[number], parent=before)))
+        except Exception:
+            log.exception("an offload was refused")
+            node.stored = False
+        for node, offload in asked:  # each of them, whatever became of the others: slots are read until its result is there
+            try:
+                codes = offload.result().codes
+                self.pages += len(codes)
+                whole = bool((codes <= WriteStatus.EXISTS).all())
+            except Exception as error:  # noqa: BLE001 - the loader has logged it
+                log.warning("an offload failed: %s", error)
+                whole = False
+            if not whole:
+                node.stored = False
+        taken = {id(node) for node, _ in asked}
         for node in batch:
-            if node.stored is None:
+            if node.stored is None and id(node) in taken:
                 node.stored = True
                 self._told(node)
-
-    def _store_bundle(self, number: int, nodes: list[Node]) -> None:
-        keys = np.concatenate([node.parts[number].keys for node in nodes])
-        slots = np.concatenate([node.placed[number] for node in nodes])
-        _, first, of = np.unique(keys.view("V32").reshape(-1), return_index=True, return_inverse=True)
-        order = np.sort(first)  # in the order of the prompt: a page's parent is before it
-        codes = np.empty(len(keys), np.uint8)
-        codes[order] = self._loaders[number].offload(keys[order], slots[order]).result().codes
-        good = codes[first][of] <= WriteStatus.EXISTS
-        self.pages += len(order)
-        at = 0
-        for node in nodes:
-            count = len(node.parts[number].keys)
-            if not good[at : at + count].all():
-                node.stored = False
-            at += count

@@ -77,6 +77,35 @@ def test_nodes_that_split_while_they_are_offloaded(server: PoolProcess, core: st
         assert engine.has(restored.slots, 7)
 
 
+def test_a_node_that_fails_half_way_is_offered_again(server: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine("swa", server.socket, tenant="half") as engine:
+        tokens = prompt(1, 8, engine.page)
+        engine.match(tokens, "r0")
+        keys = umbp.page_keys(tokens, engine.page)
+        assert engine.linker._before(keys[3]) == keys[2].tobytes()
+        assert engine.linker._before(keys[0]) is None
+        whole = Copies.store
+
+        def broken(self: Copies, data: Any, routes: Any) -> None:
+            if len(self.planes) == 4:  # the window's layers, 1 and 3, are the last ones
+                raise OSError("injected")
+            whole(self, data, routes)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Copies, "store", broken)
+            engine.compute(tokens, seed=7)
+        failed = engine.linker.statistics().failed_nodes
+        assert failed >= 1
+        assert engine.match(tokens, "r1")[0].device_prefix_len == len(tokens)
+        other = engine.compute([*tokens, *prompt(2, 2, engine.page)][: 8 * engine.page], seed=7)
+        assert len(other) == len(tokens)
+        assert engine.linker.statistics().failed_nodes == failed
+        engine.drop()
+        restored = engine.restore(tokens, "r2")
+        assert restored.loaded == 8
+        assert engine.is_whole(restored, 7)
+
+
 def test_requests_of_one_batch_share_pages(server: PoolProcess) -> None:
     with Engine("dsa", server.socket, tenant="batch") as engine:
         first = prompt(1, 6, engine.page)
