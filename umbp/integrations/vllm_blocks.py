@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,13 @@ import torch
 
 from umbp.errors import InvalidRequest
 from umbp.layout import Component, Layout
-from umbp.types import KEY_BYTES, U8
+from umbp.types import KEY_BYTES, U8, Mask
 
 _PLACE = re.compile(r":tp(\d+):pcp(\d+):dcp(\d+):pp(\d+):g(\d+)$")
 MODEL_CHARS_MAX = 160
+WATCHED_MAX = 65_536  # as many as vLLM's connector follows
+WATCH_SECONDS = 1.0
+WATCH_BLOCKS = 8192  # looked at a time: about 1 ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Engine:
     pcp_size: int
     copies: int
     tenant: str | None = None
+    pp_size: int = 1
+    revision: str = ""
 
     def __post_init__(self) -> None:
         if self.copies < 1 or self.tp_size % self.copies:
@@ -65,11 +71,12 @@ class Engine:
         """Whether all TP ranks hold the same bytes."""
         return self.copies == self.tp_size > 1
 
-    def fields(self, group: BlockGroup, namespace: str, tp_rank: int, pcp_rank: int) -> dict[str, Any]:
+    def fields(self, group: BlockGroup, namespace: str, tp_rank: int, pcp_rank: int, pp_rank: int = 0) -> dict[str, Any]:
         """The fields of `umbp.layout.Namespace` for a group's blocks in one rank."""
         kv = Component("kv", tuple(range(len(group.sizes))), group.sizes)
         return {
             "model": self.model[-MODEL_CHARS_MAX:],
+            "revision": self.revision,
             "page_tokens": group.block_tokens,
             "layout": Layout((kv,)),
             "replicated": self.replicated,
@@ -77,6 +84,8 @@ class Engine:
             "tp_size": self.tp_size // self.copies,
             "cp_rank": pcp_rank,
             "cp_size": self.pcp_size,
+            "pp_rank": pp_rank,
+            "pp_size": self.pp_size,
             "tenant": self.tenant,
             "salt": f"vllm {hashlib.sha256(namespace.encode()).hexdigest()[:32]} group {group.number}",
         }
@@ -137,6 +146,40 @@ def groups_of(regions: Iterable[Any]) -> tuple[BlockGroup, ...]:
 def in_order(name: str) -> list[tuple[int, str]]:
     """Sorts ``model.layers.10.attn`` behind ``model.layers.9.attn``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+class Watch:
+    """Blocks that were told of as stored, whose eviction is to be told as well: some thousands are looked at once a second, without a call.
+
+    ``look(group, hashes)`` gives (n,) bool, or None while there is no pool to ask: then nothing is known to be gone.
+    """
+
+    def __init__(self, look: Callable[[int, U8], Mask | None]) -> None:
+        self._look = look
+        self._blocks: deque[tuple[int, bytes]] = deque(maxlen=WATCHED_MAX)
+        self._looked_at = -WATCH_SECONDS
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def add(self, group: int, hashes: Iterable[bytes]) -> None:
+        """These are stored; the oldest are forgotten where there are too many."""
+        self._blocks.extend((group, each) for each in hashes)
+
+    def gone(self, now: float) -> list[tuple[int, bytes]]:
+        """(group, hash) of those that are not stored any more."""
+        if not self._blocks or now < self._looked_at + WATCH_SECONDS:
+            return []
+        self._looked_at = now
+        some = [self._blocks.popleft() for _ in range(min(WATCH_BLOCKS, len(self._blocks)))]
+        gone = []
+        for number in sorted({group for group, _ in some}):
+            hashes = [each for group, each in some if group == number]
+            hit = self._look(number, page_keys_of(hashes))
+            here = [True] * len(hashes) if hit is None else hit.tolist()
+            gone += [(number, each) for each, stays in zip(hashes, here, strict=True) if not stays]
+            self._blocks.extend((number, each) for each, stays in zip(hashes, here, strict=True) if stays)
+        return gone
 
 
 def block_rows(cache: torch.Tensor, block_bytes: int, where: str) -> torch.Tensor:

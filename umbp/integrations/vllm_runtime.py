@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,16 +27,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.umbp import TransferJobState, 
 
 from umbp.client import Namespace, connect
 from umbp.errors import UmbpError, Unavailable
-from umbp.integrations.vllm_blocks import BlockGroup, Engine, Place, block_rows, groups_of, hashes_of, page_keys_of, place_of, split
+from umbp.integrations.vllm_blocks import BlockGroup, Engine, Place, Watch, block_rows, groups_of, hashes_of, page_keys_of, place_of, split
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader import Group, Load, Loader, Offload
 from umbp.types import I64, U8, Mask, WriteStatus
 
 log = logging.getLogger("umbp.integrations.vllm")
 TAILS_MAX = 4096  # requests whose last page is remembered, so that the next one is stored as its child
-PUBLISHED_MAX = 65_536  # blocks whose eviction is told; as many as vLLM's connector follows
-WATCH_SECONDS = 1.0
-WATCH_BLOCKS = 8192  # looked at a time: about 1 ms
 KEPT = (WriteStatus.STORED, WriteStatus.EXISTS)
 OVER = (TransferJobStatus.COMPLETED, TransferJobStatus.FAILED, TransferJobStatus.CANCELLED)
 
@@ -214,8 +211,8 @@ class Transfers:
         self._layers = {name: (group.number, layer) for group in groups for layer, name in enumerate(group.layers)}
         self._running: list[Load] = []
         self._tails: OrderedDict[tuple[str, int], bytes] = OrderedDict()
-        self._published: deque[tuple[int, str]] = deque(maxlen=PUBLISHED_MAX)
-        self._watched_at = 0.0
+        self._watch = Watch(self._hits)
+        self._prefixes: dict[int, str] = {}
         self._device = torch.device("cpu")
 
     def __repr__(self) -> str:
@@ -274,8 +271,13 @@ class Transfers:
 
     def publish(self, job: Job) -> None:
         """A store is complete: from now on its blocks' eviction is told."""
-        if self._settings.events and self._rank % self._settings.engine.copies == 0:
-            self._published.extend((part.group, key) for part in job.parts for key in part.keys if key in job.completed_keys)
+        if not self._settings.events or self._rank % self._settings.engine.copies:
+            return
+        for part in job.parts:
+            kept = [key for key in part.keys if key in job.completed_keys]
+            if kept:
+                self._prefixes[part.group] = kept[0][: kept[0].rfind(":") + 1]
+                self._watch.add(part.group, [bytes.fromhex(key[key.rfind(":") + 1 :]) for key in kept])
 
     def cancel(self, job: Job) -> Job:
         """Stop a load after the layer that is being moved, and wait for it; a store is waited for to its end."""
@@ -286,20 +288,12 @@ class Transfers:
         return job
 
     def take_evicted_keys(self) -> list[str]:
-        """Blocks that this worker stored and that are gone; looks once a second at some thousands of them, without a call."""
-        now = time.monotonic()
-        if not self._published or now < self._watched_at + WATCH_SECONDS:
-            return []
-        self._watched_at = now
-        some = [self._published.popleft() for _ in range(min(WATCH_BLOCKS, len(self._published)))]
-        gone = []
-        for number in {group for group, _ in some}:
-            keys = [key for group, key in some if group == number]
-            look = self._namespaces[number].operations.look(hashes_of(keys))
-            hit = [True] * len(keys) if look is None else look.found.hit.tolist()  # no pool to ask now: nothing is known to be gone
-            gone += [key for key, here in zip(keys, hit, strict=True) if not here]
-            self._published.extend((number, key) for key, here in zip(keys, hit, strict=True) if here)
-        return gone
+        """Blocks that this worker stored and that are gone."""
+        return [self._prefixes[group] + each.hex() for group, each in self._watch.gone(time.monotonic())]
+
+    def _hits(self, group: int, keys: U8) -> Mask | None:
+        look = self._namespaces[group].operations.look(keys)
+        return look.found.hit if look is not None else None
 
     def close(self) -> None:
         """Wait for what is on its way, and let go of the pool."""

@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 import json
-import os
+import subprocess
 import sys
 
-from tests.engines.vllm.world import Options, World, prompt
+from tests.engines.vllm.world import CONNECTOR, Options, World, prompt
 
 SAYS = "engine says "
+OFFLOADING = {"kv_connector": "OffloadingConnector"}
+SPEC = {"spec_name": "UMBPOffloadingSpec", "spec_module_path": "umbp.integrations.vllm_offloading"}
+
+
+def stored_bytes(world: World) -> int:
+    """What all ranks have read out of their tensors to store it."""
+    halves = [worker.connector.connector_worker for worker in world.workers]
+    movers = [half.runtime if hasattr(half, "runtime") else half.worker for half in halves]
+    return sum(loader.statistics().offloaded_bytes for mover in movers for loader in mover._loaders.values())
+
+
+class EngineProcess:
+    """The process, killed at the end."""
+
+    def __init__(self, pool: str, tenant: str, connector: str = "store") -> None:
+        command = [sys.executable, "-m", "tests.engines.vllm.engine", pool, tenant, connector]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+    def serve(self, name: str, seed: int) -> list[int]:
+        """Tokens that were there at the request's first step, tokens scheduled in it, bytes stored so far."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps([name, seed]) + "\n")
+        self._process.stdin.flush()
+        for line in self._process.stdout:
+            if line.startswith(SAYS):
+                return list(json.loads(line.removeprefix(SAYS)))
+        raise AssertionError("the engine ended")
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 def main() -> None:
-    """``[name, seed]`` in; ``[tokens there at the first step, tokens scheduled in it, bytes stored so far]`` out."""
-    os.environ.pop("UMBP_POOL", None)
-    socket, tenant = sys.argv[1:3]
-    with World(Options(socket, extra={"umbp_tenant": tenant})) as world:
+    """Until the input ends."""
+    socket, tenant, connector = sys.argv[1:4]
+    offloading = connector == "offloading"
+    extra = {"umbp_tenant": tenant, **(SPEC if offloading else {})}
+    with World(Options(socket, connector=dict(OFFLOADING if offloading else CONNECTOR), extra=extra)) as world:
         for line in sys.stdin:
             name, seed = json.loads(line)
-            first = world.serve(name, prompt(seed, 5))
-            stored = sum(
-                each.statistics().offloaded_bytes for each in world.workers[0].connector.connector_worker.runtime._loaders.values()
-            )
-            print(SAYS + json.dumps([*first, stored]), flush=True)
+            print(SAYS + json.dumps([*world.serve(name, prompt(seed, 5)), stored_bytes(world)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.umbp.data import BlockLoadBatch
 
-from tests.engines.vllm.engine import SAYS
+from tests.engines.vllm.engine import EngineProcess, stored_bytes
 from tests.engines.vllm.world import BLOCK, LAYERS, Options, World, prompt
 from tests.field.people import eventually
 from tests.pools import PoolProcess
@@ -41,12 +38,6 @@ def forget(world: World, name: str, *blocks: int, tp: int | None = None) -> None
     for place, namespace in lookups(world)._open.items():
         if tp in (None, place.tp_rank):
             namespace.remove(page_keys_of([hashes[block] for block in blocks]))
-
-
-def stored_bytes(world: World) -> int:
-    return sum(
-        loader.statistics().offloaded_bytes for rank in range(len(world.workers)) for loader in transfers(world, rank)._loaders.values()
-    )
 
 
 @pytest.fixture
@@ -230,31 +221,6 @@ def test_ranks_with_the_same_kv_store_one_copy_and_read_it_once(
 
 
 # -- processes that die ------------------------------------------------------------------------------------------------------------
-
-
-class EngineProcess:
-    """`tests.engines.vllm.engine`, killed at the end."""
-
-    def __init__(self, pool: str, tenant: str) -> None:
-        command = [sys.executable, "-m", "tests.engines.vllm.engine", pool, tenant]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-
-    def serve(self, name: str, seed: int) -> list[int]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([name, seed]) + "\n")
-        self._process.stdin.flush()
-        for line in self._process.stdout:
-            if line.startswith(SAYS):
-                return list(json.loads(line.removeprefix(SAYS)))
-        raise AssertionError("the engine ended")
-
-    def __enter__(self) -> EngineProcess:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._process.kill()
-        self._process.communicate()
 
 
 def test_an_engine_that_is_killed_finds_its_blocks_again(server: PoolProcess) -> None:

@@ -1,13 +1,14 @@
 """vLLM without a model: its scheduler, its connector in both roles and its worker's order of calls, over small KV tensors on the CPU.
 
 `World.step` is one engine step: `Scheduler.schedule`, then vLLM's own `ActiveKVConnector` around a forward pass, then
-`KVOutputAggregator` and `Scheduler.update_from_output`. The forward pass here writes into each block bytes that follow from the block's
-prefix, its layer and who holds it; and before a layer is "computed" it looks whether every block of the prefix is what it must be. What is
-not must be among the blocks that the step reports as failed: else the step fails.
+`KVOutputAggregator` and `Scheduler.update_from_output`; what goes between processes is copied. The forward pass here writes into each block
+bytes that follow from the block's prefix, its layer and who holds it; and before a layer is "computed" it looks whether every block of the
+prefix is what it must be. What is not must be among the blocks that the step reports as failed: else the step fails.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import tempfile
@@ -68,6 +69,7 @@ class Options:
     kind: str = "full"
     load_async: bool = True
     tp: int = 1
+    pp: int = 1
     blocks: int = 32
     policy: str = "recompute"
     events: str = ""  # endpoint of the publisher
@@ -91,7 +93,9 @@ def config(options: Options, rank: int) -> VllmConfig:
     made = VllmConfig(
         model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, seed=0),
         device_config=DeviceConfig(device="cpu"),
-        parallel_config=ParallelConfig(tensor_parallel_size=options.tp, rank=rank, distributed_executor_backend="mp"),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=options.tp, pipeline_parallel_size=options.pp, rank=rank, distributed_executor_backend="mp"
+        ),
         cache_config=CacheConfig(block_size=BLOCK, enable_prefix_caching=True),
         scheduler_config=SchedulerConfig(
             max_num_seqs=8, max_num_batched_tokens=options.budget, max_model_len=4096, is_encoder_decoder=False
@@ -104,11 +108,12 @@ def config(options: Options, rank: int) -> VllmConfig:
     return made
 
 
-def cache_config(options: Options) -> KVCacheConfig:
+def cache_config(options: Options, stage: int = 0) -> KVCacheConfig:
     """Layers are dealt to the groups in turn; layer i of each group shares its memory with layer i of the others, as in vLLM."""
     specs = GROUPS[options.kind]
-    groups = [[f"model.layers.{i}.attn" for i in range(LAYERS) if i % len(specs) == g] for g in range(len(specs))]
-    page, rows = specs[0].page_size_bytes, LAYERS // len(specs)
+    held = range(stage * LAYERS // options.pp, (stage + 1) * LAYERS // options.pp)
+    groups = [[f"model.layers.{i}.attn" for i in held if i % len(specs) == g] for g in range(len(specs))]
+    page, rows = specs[0].page_size_bytes, len(groups[0])
     tensors = []
     for row in range(rows):
         shared = [names[row] for names in groups]
@@ -124,9 +129,9 @@ class Worker:
 
     def __init__(self, options: Options, rank: int) -> None:
         self.options, self.rank = options, rank
-        self.cache = cache_config(options)
+        self.cache = cache_config(options, rank // options.tp)
         self.groups = [list(group.layer_names) for group in self.cache.kv_cache_groups]
-        page, rows = GROUPS[options.kind][0].page_size_bytes, LAYERS // len(self.groups)
+        page, rows = GROUPS[options.kind][0].page_size_bytes, len(self.groups[0])
         self.memory = torch.full((options.blocks * rows * page,), 0xA5, dtype=torch.uint8)
         if options.interleaved:
             planes = list(self.memory.view(options.blocks, rows, page).unbind(1))
@@ -141,7 +146,7 @@ class Worker:
 
     def bytes_of(self, layer: str, prefix: bytes) -> torch.Tensor:
         """What a block of this layer holds at the end of this prefix. MLA ranks hold the same."""
-        holder = 0 if self.options.kind == "mla" else self.rank
+        holder = 0 if self.options.kind == "mla" else self.rank % self.options.tp
         seed = int.from_bytes(hashlib.sha256(prefix + f"{layer} {holder}".encode()).digest()[:8], "little")
         width = self.caches[layer].shape[1]
         return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, width, dtype=np.uint8))
@@ -184,11 +189,13 @@ class World:
         init_none_hash(sha256)
         vllm_config = config(options, 0)
         self.scheduler = Scheduler(vllm_config, cache_config(options), StructuredOutputManager(vllm_config), block_size=BLOCK)
-        self.workers = [Worker(options, rank) for rank in range(options.tp)]
-        told = {(0, rank): worker.connector.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        self.workers = [Worker(options, rank) for rank in range(options.tp * options.pp)]
+        told = {
+            divmod(rank, options.tp): copy.deepcopy(worker.connector.get_handshake_metadata()) for rank, worker in enumerate(self.workers)
+        }
         if any(told.values()):
             self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(told)
-        self.aggregator = KVOutputAggregator(options.tp)
+        self.aggregator = KVOutputAggregator(options.tp * options.pp)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         self.requests: dict[str, Request] = {}
         self.seen = Seen()
@@ -228,14 +235,14 @@ class World:
         outputs = []
         if not out.total_num_scheduled_tokens:
             for worker in self._each():
-                outputs.append(worker.active.no_forward(out))
+                outputs.append(copy.deepcopy(worker.active.no_forward(copy.deepcopy(out))))
         else:
             for worker in self._each():  # each rank is a process of its own, elsewhere: all of them begin before one is through
-                worker.active.pre_forward(out)
+                worker.active.pre_forward(copy.deepcopy(out))
             for worker in self._each():
                 worker.forward(batch)
                 worker.active.finish_forward()
-                told = worker.active.post_forward(out.finished_req_ids)
+                told = copy.deepcopy(worker.active.post_forward(out.finished_req_ids))
                 outputs.append(ModelRunnerOutput(names, index, sampled_token_ids=sampled, kv_connector_output=told))
         for worker, output in zip(self.workers, outputs, strict=True):
             told = output.kv_connector_output

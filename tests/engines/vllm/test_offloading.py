@@ -1,0 +1,210 @@
+"""vLLM's scheduler and OffloadingConnector over a real pool, by way of our OffloadingSpec."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engines.vllm.engine import OFFLOADING, SPEC, EngineProcess, stored_bytes
+from tests.engines.vllm.world import BLOCK, Options, World, prompt
+from tests.field.people import eventually
+from tests.pools import PoolProcess
+from umbp.errors import ConfigError
+from umbp.integrations import vllm_mover
+from umbp.integrations.vllm_blocks import page_keys_of
+from umbp.integrations.vllm_mover import LoadFailed, Mover
+from umbp.integrations.vllm_offloading import Catalog, Held
+
+
+@pytest.fixture
+def options(server: PoolProcess, request: pytest.FixtureRequest) -> Options:
+    return Options(server.socket, connector=OFFLOADING, extra={**SPEC, "umbp_tenant": request.node.name[:200]})
+
+
+def catalog(world: World) -> Catalog:
+    found: Catalog = world.scheduler.connector.connector_scheduler.manager
+    return found
+
+
+def mover(world: World, rank: int = 0) -> Mover:
+    found: Mover = world.workers[rank].connector.connector_worker.worker
+    return found
+
+
+def forget(world: World, name: str, *blocks: int, rank: int | None = None) -> None:
+    hashes = world.requests[name].block_hashes
+    for namespaces in catalog(world)._open.values():
+        for namespace in namespaces if rank is None else [namespaces[rank]]:
+            namespace.remove(page_keys_of([hashes[block] for block in blocks]))
+
+
+@pytest.mark.parametrize(("kind", "interleaved"), [("full", False), ("full", True), ("mla", False), ("hybrid", False)])
+def test_stored_blocks_come_back(options: Options, kind: str, interleaved: bool) -> None:
+    with World(replace(options, kind=kind, interleaved=interleaved)) as world:
+        assert world.serve("a", prompt(1, 5)) == (0, 5 * BLOCK + 3)
+        size = stored_bytes(world)
+        assert size > 0
+        world.drop()
+        assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
+        assert stored_bytes(world) == size
+        assert world.serve("longer", prompt(1, 5, 0) + prompt(2, 2)) == (5 * BLOCK, 2 * BLOCK + 3)
+        assert stored_bytes(world) > size
+        assert catalog(world)._held == {}
+
+
+def test_wrong_bytes_would_be_noticed(options: Options) -> None:
+    with World(options) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        ((namespace,),) = catalog(world)._open.values()
+        keys = page_keys_of(world.requests["a"].block_hashes)
+        namespace.remove(keys[3:4])
+        namespace.put(keys[3:4], np.zeros((1, namespace.object_bytes), np.uint8))
+        with pytest.raises(AssertionError, match="hold something else"):
+            world.serve("b", prompt(1, 5))
+
+
+def test_what_was_promised_is_held_until_it_is_loaded(options: Options) -> None:
+    with World(options) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        prepare, seen = catalog(world).prepare_load, []
+
+        def evicted_first(keys: Any, context: Any) -> Any:
+            ((namespace,),) = catalog(world)._open.values()
+            seen.append([lease.held.all() for _, lease in context.get_state(Held).leases])
+            namespace.put(page_keys_of([b"filler %d" % n for n in range(4096)]), np.zeros((4096, namespace.object_bytes), np.uint8))
+            return prepare(keys, context)
+
+        catalog(world).prepare_load = evicted_first
+        assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
+        assert seen == [[True]]
+
+
+def test_a_missing_block_ends_the_prefix(options: Options) -> None:
+    with World(options) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        forget(world, "a", 3)
+        assert world.serve("b", prompt(1, 5)) == (3 * BLOCK, 2 * BLOCK + 3)
+        world.drop()
+        assert world.serve("c", prompt(1, 5)) == (5 * BLOCK, 3)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2)])
+def test_ranks_and_stages_need_each_others_blocks(options: Options, tp: int, pp: int) -> None:
+    with World(replace(options, tp=tp, pp=pp)) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
+        world.drop()
+        forget(world, "a", 2, rank=1)
+        assert world.serve("c", prompt(1, 5)) == (2 * BLOCK, 3 * BLOCK + 3)
+
+
+def test_preempted_requests_end_well(options: Options) -> None:
+    with World(replace(options, blocks=14, budget=48)) as world:
+        for round_number in range(2):
+            for number in range(3):
+                world.add(f"{round_number} {number}", prompt(number, 4, 0), answers=3 * BLOCK)
+            world.run()
+            world.drop()
+        assert world.seen.preempted
+        assert all(request.is_finished() and request.num_output_tokens == 3 * BLOCK for request in world.requests.values())
+
+
+def test_new_weights_leave_nothing(options: Options) -> None:
+    with World(options) as world:
+        world.serve("a", prompt(1, 5))
+        assert world.scheduler.reset_prefix_cache(reset_connector=True)
+        assert world.serve("b", prompt(1, 5)) == (0, 5 * BLOCK + 3)
+
+
+def test_stored_and_evicted_blocks_are_told(options: Options) -> None:
+    with World(replace(options, events="inproc://unused")) as world:
+        published: list[Any] = []
+        world.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
+        world.serve("a", prompt(1, 5))
+        cpu = [event for event in published if getattr(event, "medium", None) == "CPU"]
+        assert sum(len(event.block_hashes) for event in cpu) == 5
+        forget(world, "a", 4)
+        deadline = time.monotonic() + 20
+        while not any(type(event).__name__ == "BlockRemoved" and event.medium == "CPU" for event in published):
+            assert time.monotonic() < deadline
+            world.step()
+
+
+@pytest.fixture
+def own(options: Options) -> Iterator[tuple[PoolProcess, World]]:
+    with PoolProcess() as pool, World(replace(options, pool=pool.socket)) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        yield pool, world
+
+
+def killed_at_load(pool: PoolProcess, world: World) -> None:
+    submit = mover(world).submit_load
+
+    def submit_load(*arguments: Any, **more: Any) -> bool:
+        if pool.alive:
+            pool.kill()
+        return submit(*arguments, **more)
+
+    mover(world).submit_load = submit_load
+
+
+def test_a_load_waits_for_a_pool_that_starts_again(own: tuple[PoolProcess, World]) -> None:
+    pool, world = own
+    killed_at_load(pool, world)
+    world.add("b", prompt(1, 5))
+    while pool.alive:
+        world.step()
+    for _ in range(20):
+        world.step()
+    assert "b" not in world.seen.first
+    pool.restart()
+    world.run()
+    assert world.seen.first["b"][0] == (5 * BLOCK, 3)
+
+
+def test_a_load_that_cannot_be_had_stops_the_engine_rather_than_lie(
+    own: tuple[PoolProcess, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, world = own
+    killed_at_load(pool, world)
+    monkeypatch.setattr(vllm_mover, "RETRY_SECONDS", 0.2)
+    world.add("b", prompt(1, 5))
+    with pytest.raises(LoadFailed, match="5 blocks"):
+        world.run()
+    mover(world)._jobs.clear()
+
+
+def test_without_a_pool_all_is_computed(own: tuple[PoolProcess, World]) -> None:
+    pool, world = own
+    pool.kill()
+    eventually(lambda: not catalog(world)._pool.connected, "the client notices")
+    assert world.serve("b", prompt(1, 5)) == (0, 5 * BLOCK + 3)
+
+
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [({"umbp_pol": "x"}, "umbp_pol"), ({"umbp_revision": 1}, "umbp_revision"), ({"blocks_per_chunk": 4}, "blocks_per_chunk")],
+)
+def test_an_option_that_is_wrong_stops_the_start(options: Options, extra: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        World(replace(options, extra={**options.extra, **extra}))
+
+
+def test_an_engine_that_is_killed_finds_its_blocks_again(server: PoolProcess) -> None:
+    with EngineProcess(server.socket, "killed", "offloading") as engine:
+        there, computed, stored = engine.serve("a", 1)
+        assert (there, computed) == (0, 5 * BLOCK + 3)
+        assert stored > 0
+    with EngineProcess(server.socket, "killed", "offloading") as engine:
+        assert engine.serve("a", 1) == [5 * BLOCK, 3, 0]
+        assert engine.serve("b", 2) == [0, 5 * BLOCK + 3, stored]
