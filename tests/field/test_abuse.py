@@ -198,14 +198,14 @@ def test_exception_in_the_middle_of_a_call_does_not_shift_the_replies(shared: Po
         pool._start()
         connection = pool._connection
         assert connection is not None
-        receive = connection._exactly
+        receive = connection._frame
 
-        def interrupted(count: int) -> bytearray:
-            connection._exactly = receive  # type: ignore[method-assign]
+        def interrupted() -> bytearray:
+            connection._frame = receive  # type: ignore[method-assign]
             signal.raise_signal(signal.SIGINT)
-            return receive(count)
+            return receive()
 
-        connection._exactly = interrupted  # type: ignore[method-assign]
+        connection._frame = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             space.remove(keys_of(7, 8, 9))
         eventually(lambda: pool.connected, "connected again")

@@ -219,9 +219,11 @@ def test_requests_sent_ahead_are_answered_in_order(shared: PoolProcess, space_of
         sock.sendall((sums + wire.encode(wire.Release(1)) + wire.encode(wire.Renew([7, 8]))) * 5)
         for _ in range(5):
             for kind in (wire.Sums, wire.Numbers, wire.Numbers):
-                prefix = session.connection._exactly(8)
-                rest = session.connection._exactly(wire.frame_bytes(prefix) - 8)
-                reply, blob = wire.decode_reply(bytes(prefix) + bytes(rest))
+                prefix = bytearray(8)
+                assert sock.recv_into(prefix, 0, socket.MSG_WAITALL) == 8
+                rest = bytearray(wire.frame_bytes(prefix) - 8)
+                assert sock.recv_into(rest, 0, socket.MSG_WAITALL) == len(rest)
+                reply, blob = wire.decode_reply(prefix + rest)
                 assert isinstance(reply, kind)
                 if kind is wire.Sums:
                     assert (blob.take(np.uint64, 50) != 0).all()

@@ -52,10 +52,18 @@ def make(entries: int, buckets: int | None = None) -> IndexWriter:
 def insert(table: IndexWriter, ids: list[int], keys: list[int], place: np.uint64 = PLACE) -> list[bool]:
     """Reserve and publish; which found a slot."""
     at = np.array(ids, np.int64)
-    table.write_reserved(at, words_of(keys), place, at * 256, 1)
-    shown = table.publish(at, None)
+    return show(table, at, keys, at * 256, place).tolist()
+
+
+def show(
+    table: IndexWriter, at: np.ndarray, keys: list[int], offsets: np.ndarray, place: np.uint64 = PLACE, sums: np.ndarray | None = None
+) -> np.ndarray:
+    """Reserve, enter and publish these entries; which found a slot. The others are free again."""
+    table.write_reserved(at, words_of(keys), place, offsets, 1)
+    shown = table.enter(at)
+    table.publish(at[shown], None if sums is None else sums[shown])
     table.forget(at[~shown])
-    return shown.tolist()
+    return shown
 
 
 def lookup(table: IndexReader, keys: list[int], number: int = NUMBER, size: int = SIZE) -> list[int]:

@@ -171,7 +171,7 @@ def test_a_colliding_entry_that_is_reserved_or_gone_does_not_hide_the_right_one(
     assert insert(table, [0, 1, 2], same) == [True] * 3
     table.entries[0, W_VERSION] = 0  # as between the two stores of a removal
     assert lookup(table, same) == [-1, 1, 2]
-    table.entries[0, W_VERSION] = 99  # reserved by the next
+    table.entries[0, W_VERSION] = 99  # reserved
     assert lookup(table, same) == [-1, 1, 2]
 
 
@@ -230,6 +230,12 @@ def test_an_entry_is_visible_between_publish_and_unpublish_only() -> None:
     assert lookup(table, [5]) == [-1]
     assert (table.reserved().tolist(), table.committed().tolist()) == ([0], [])
     assert table.entries[0, W_SUM] == 77
+    assert table.enter(at).all()
+    assert lookup(table, [5]) == [-1]
+    table.check()
+    table.withdraw(at)
+    assert not table.buckets.any()
+    assert table.enter(at).all()
     table.publish(at, np.array([9], np.uint64))
     assert lookup(table, [5]) == [0]
     assert (table.reserved().tolist(), table.committed().tolist()) == ([], [0])

@@ -17,7 +17,7 @@ from types import FrameType
 
 import numpy as np
 import pytest
-from store.tables import NUMBER, PLACE, SEED, crowded, words_of, writer_of
+from store.tables import NUMBER, PLACE, SEED, crowded, show, words_of, writer_of
 
 from umbp.store import index as index_module
 from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, W_OFFSET, W_SUM, W_VERSION, IndexReader, IndexWriter
@@ -55,6 +55,12 @@ def at_line(number: int, function: Callable[[], object], meanwhile: Callable[[],
     return lines
 
 
+def reserve(table: IndexWriter, entry: int, key: int, offset: int) -> None:
+    """As for a client that will fill the memory."""
+    table.write_reserved(np.array([entry]), words_of([key]), PLACE, np.array([offset]), 1)
+    assert table.enter(np.array([entry])).all()
+
+
 class Scene:
     """A crowded table in which key ``goer`` may go and come back and one put moves slots of keys that stay; and every commit there was."""
 
@@ -72,7 +78,7 @@ class Scene:
         self.table.unpublish(np.array([0]))
 
     def reserve_again(self) -> None:
-        self.table.write_reserved(np.array([0]), words_of([self.goer]), PLACE, np.array([7777]), 1)
+        reserve(self.table, 0, self.goer, 7777)
 
     def commit_again(self) -> None:
         self.commits.add((2 * int(self.table._counter[0]) + 2, 7777))
@@ -89,12 +95,12 @@ class Scene:
 
     def give_to_another(self) -> None:
         self.remove()
-        self.table.write_reserved(np.array([0]), words_of([self.comer]), PLACE, np.array([8888]), 1)
+        reserve(self.table, 0, self.comer, 8888)
         self.table.publish(np.array([0]), None)
 
     def move(self) -> None:
         """Insert the key for which others have to move."""
-        self.table.write_reserved(np.array([16]), words_of([self.comer]), PLACE, np.array([16 * 256]), 1)
+        reserve(self.table, 16, self.comer, 16 * 256)
         self.table.publish(np.array([16]), None)
 
     def look(self, *, may_miss: bool) -> None:
@@ -148,9 +154,9 @@ def test_a_find_at_any_line_of_a_write_sees_it_whole_or_not_at_all(write: str, g
 class MovesUncounted(IndexWriter):
     """Planted: moves slots without saying so."""
 
-    def publish(self, ids, sums):
+    def enter(self, ids):
         before = int(self.moves[0])
-        shown = super().publish(ids, sums)
+        shown = super().enter(ids)
         self.moves[0] = before
         return shown
 
@@ -172,12 +178,12 @@ class VersionKept(IndexWriter):
 class OldSlotFirst(IndexWriter):
     """Planted: takes the slots of two buckets away for a moment while it enters others."""
 
-    def publish(self, ids, sums):
+    def enter(self, ids):
         kept = self.buckets[:2].copy()
         self.buckets[:2] = 0
         wait()
         self.buckets[:2] = kept
-        return super().publish(ids, sums)
+        return super().enter(ids)
 
 
 class FieldsLast(IndexWriter):
@@ -186,10 +192,9 @@ class FieldsLast(IndexWriter):
     def publish(self, ids, sums):
         offsets = self.entries[ids, W_OFFSET].copy()
         self.entries[ids, W_OFFSET] = 3
-        shown = super().publish(ids, sums)
+        super().publish(ids, sums)
         wait()
         self.entries[ids, W_OFFSET] = offsets
-        return shown
 
 
 def wait() -> None:
@@ -281,11 +286,9 @@ class Race:
         ids = np.array([self.free.pop() for _ in keys], np.int64)
         self.commits += 1
         offsets = np.array(keys, np.int64) << 32 | self.commits
-        self.table.write_reserved(ids, words_of(keys), PLACE, offsets, 1)
         with np.errstate(over="ignore"):
             sums = offsets.view(np.uint64) * FACTOR
-        shown = self.table.publish(ids, sums)
-        self.table.forget(ids[~shown])
+        shown = show(self.table, ids, keys, offsets, sums=sums)
         self.free += ids[~shown].tolist()
         self.held.update((key, entry) for key, entry, ok in zip(keys, ids.tolist(), shown.tolist(), strict=True) if ok)
         return int(np.count_nonzero(shown))

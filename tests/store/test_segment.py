@@ -79,6 +79,7 @@ def test_what_the_owner_writes_a_client_reads(folder: str) -> None:
     table, reader = made.writer(), found.reader()
     ids, key = np.array([3]), np.arange(4, dtype=np.uint64).reshape(1, 4)
     table.write_reserved(ids, key, place_word(1, 100), np.array([256]), 1)
+    assert table.enter(ids).all()
     table.publish(ids, None)
     made.data.array[256:356] = 7
     hit = reader.find(key, 1, place_word(1, 100))

@@ -258,28 +258,30 @@ class Operations:
         status = np.full(len(array), WriteStatus.UNAVAILABLE, np.uint8)
         step = max(1, min(wire.BATCH_MAX, CHUNK_BYTES // self.object_bytes))
         for start in range(0, len(array), step):
-            part = np.arange(start, min(start + step, len(array)))
+            chunk = slice(start, min(start + step, len(array)))
+            part = status[chunk]
             try:
-                yield from self._put_chunk(array, part, fill, before, status)
+                yield from self._put_chunk(array[chunk], np.arange(chunk.start, chunk.stop), fill, before, part)
             except Unavailable:
-                status[part[status[part] < WriteStatus.ALL_LEASED]] = WriteStatus.UNAVAILABLE
-            before = array[part[-1]].tobytes()
+                part[part < WriteStatus.ALL_LEASED] = WriteStatus.UNAVAILABLE
+            before = array[chunk.stop - 1].tobytes()
         return Statuses(status, WriteStatus)
 
-    def _put_chunk(self, keys: U8, part: I64, fill: Fill, parent: bytes, status: U8) -> Operation[None]:
+    def _put_chunk(self, keys: U8, items: I64, fill: Fill, parent: bytes, status: U8) -> Operation[None]:
+        """Store these ``keys``, the caller's ``items``; ``status`` is theirs."""
         # A put of pages that are all stored makes no call. Where the first is new most are: to ask for all then costs more than it saves.
-        look = self.look(keys[part[:1]])
+        look = self.look(keys[:1])
         if look is not None and look.found.hit[0]:
-            look = self.look(keys[part])
+            look = self.look(keys)
         if look is None:
             return
-        if len(look.found.hit) == len(part) and look.found.hit.all():
-            status[part] = WriteStatus.EXISTS
+        if len(look.found.hit) == len(keys) and look.found.hit.all():
+            status[:] = WriteStatus.EXISTS
             return
-        status[part] = yield from self._write(look, keys[part], part, fill, parent)
+        status[:] = yield from self._write(look.bond, look.number, keys, items, fill, parent)
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
-        while (pending := part[status[part] == WriteStatus.PENDING]).size:
+        while (pending := np.flatnonzero(status == WriteStatus.PENDING)).size:
             look = self.look(keys[pending])
             if look is None:
                 status[pending] = WriteStatus.UNAVAILABLE
@@ -294,20 +296,20 @@ class Operations:
             yield Pause(pause)
             pause = min(pause * 2, 0.05)
             if pause > 0.02:  # perhaps its writer gave up: then it is ours to write
-                status[pending] = yield from self._write(look, keys[pending], pending, fill, b"")
+                status[pending] = yield from self._write(look.bond, look.number, keys[pending], items[pending], fill, b"")
 
-    def _write(self, look: Look, keys: U8, which: I64, fill: Fill, parent: bytes) -> Operation[U8]:
-        """Reserve, fill, commit what is absent of these keys; PENDING for what another is writing."""
-        link, bond = self.link, look.bond
+    def _write(self, bond: Bond, number: int, keys: U8, items: I64, fill: Fill, parent: bytes) -> Operation[U8]:
+        """Reserve, fill, commit what is absent of these keys, the caller's ``items``; PENDING for what another is writing."""
+        link = self.link
         if (notes := link.take_notes()) is not None:  # before the write: what a request missed was not there when it asked
             yield notes
-        reply, blob = yield bond.call(wire.Reserve(self.opened.row, look.number, len(keys), 0.0, parent.hex()), keys)
+        reply, blob = yield bond.call(wire.Reserve(self.opened.row, number, len(keys), 0.0, parent.hex()), keys)
         status: U8 = blob.take(np.uint8, reply.n).copy()
         mine = blob.take(np.uint8, reply.n).astype(bool)
         ids, offsets = blob.take(np.int64, reply.m), blob.take(np.int64, reply.m)
         if not len(ids):
             return status
-        targets, data = which[mine], bond.data
+        targets, data = items if len(ids) == len(items) else items[mine], bond.data
 
         def work() -> U64 | None:
             with link.filling(bond):

@@ -36,6 +36,7 @@ CONNECT_SECONDS_MAX = 2.0
 NOTE_SECONDS = 0.05  # a note waits this long for others
 RETRY_SECONDS = (0.05, 1.0)  # between attempts to connect again: first, longest
 CLOSE_SECONDS_MAX = 2.0
+REPLY_BYTES = 32 << 10  # most replies are smaller, and come whole with one read
 
 
 class Connection:
@@ -51,6 +52,7 @@ class Connection:
             if bytes(answer) != wire.UPGRADE_REPLY:
                 raise Unavailable(f"{path} is not a pool, or it is not ready yet: {bytes(answer[:40])!r}")
             self._seconds_max = CALL_SECONDS_MAX
+            self._buffer = bytearray(REPLY_BYTES)
         except TimeoutError as error:
             self.close()
             raise Unavailable(f"the pool on {path} does not answer within {CONNECT_SECONDS_MAX:g} s: it may still be starting") from error
@@ -80,9 +82,7 @@ class Connection:
         """Send and receive. Unavailable if the connection broke, DeadlineExceeded if nothing came; then it is of no more use."""
         self.send(call)
         try:
-            prefix = self._exactly(wire.PREFIX.size)
-            frame = bytearray(prefix)
-            frame += self._exactly(wire.frame_bytes(prefix) - len(prefix))
+            frame = self._frame()
         except TimeoutError:
             raise DeadlineExceeded(f"the pool did not answer within {call.seconds:.3g} s") from None
         except OSError as error:
@@ -102,6 +102,22 @@ class Connection:
             raise DeadlineExceeded(f"the pool did not read within {seconds:.3g} s") from None
         except OSError as error:
             raise Unavailable(f"the connection to the pool broke ({error})") from error
+
+    def _frame(self) -> bytearray:
+        """The one reply that is to come: mostly all of it in one read."""
+        view, got = memoryview(self._buffer), 0
+        while got < wire.PREFIX.size:
+            more = self._socket.recv_into(view[got:])
+            if not more:
+                raise Unavailable("the pool closed the connection")
+            got += more
+        size = wire.frame_bytes(view)
+        if got > size:
+            raise ProtocolError(f"{got - size} bytes after a reply that nobody asked for")
+        frame = bytearray(view[:got])
+        if got < size:
+            frame += self._exactly(size - got)
+        return frame
 
     def _exactly(self, count: int) -> bytearray:
         data = bytearray(count)

@@ -94,7 +94,7 @@ class Allocator:
             self._take(start, first, first + fits * size)
             parts.append(np.arange(first, first + fits * size, size, dtype=np.int64))
             count -= fits
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def free(self, offsets: I64, sizes: I64) -> None:
         """Give objects back: ``sizes`` are their own sizes (rounded here), shape (n,)."""

@@ -59,7 +59,9 @@ class Table(Protocol):
     def find(self, words: U64, number: int, place: np.uint64, hashed: U64 | None = None) -> Found: ...
     def versions_of(self, ids: I64) -> U64: ...
     def write_reserved(self, ids: I64, words: U64, place: np.uint64, offsets: I64, owner: int) -> None: ...
-    def publish(self, ids: I64, sums: U64 | None, hashed: U64 | None = None) -> Mask: ...
+    def enter(self, ids: I64, hashed: U64 | None = None) -> Mask: ...
+    def publish(self, ids: I64, sums: U64 | None) -> None: ...
+    def withdraw(self, ids: I64) -> None: ...
     def unpublish(self, ids: I64) -> None: ...
     def forget(self, ids: I64) -> None: ...
 
@@ -145,24 +147,26 @@ class Objects:
 
     # -- moves of state ----------------------------------------------------------------------------------------------------------------
 
-    def reserve(self, account: Account, words: U64, place: np.uint64, offsets: I64, owner: int) -> I64:
-        """Take entry ids for memory that a client will fill. As many as offsets; there must be that many free ids."""
+    def take(self, words: U64, place: np.uint64, offsets: I64, owner: int) -> I64:
+        """Entry ids for memory that a client will fill, entered in the segment; as many as offsets, and there must be that many free ids.
+
+        `reserve` must follow.
+        """
         n = len(offsets)
         assert n <= self.free_ids, "no free entry ids"
         ids = self._free[self.free_ids - n : self.free_ids].astype(np.int64)
         self.free_ids -= n
-        self._move(ids, FREE, RESERVED)
-        self.row[ids], self.size[ids], self.offset[ids] = account.row, account.object_bytes, offsets
-        self._charge(account, n)
         self.table.write_reserved(ids, words, place, offsets, owner)
         return ids
 
-    def publish(self, now: float, ids: I64, sums: U64 | None, parents: Parents, fingerprints: U64) -> Mask:
-        """Make reserved objects visible. Those for which the index has no slot stay reserved and are False in the answer."""
-        shown = self.table.publish(ids, sums, fingerprints)
-        if not shown.all():
-            self.table.forget(ids[~shown])
-            ids, parents, fingerprints = ids[shown], parents.only(shown), fingerprints[shown]
+    def reserve(self, account: Account, ids: I64, offsets: I64) -> None:
+        """Account for what `take` took."""
+        self._move(ids, FREE, RESERVED)
+        self.row[ids], self.size[ids], self.offset[ids] = account.row, account.object_bytes, offsets
+        self._charge(account, len(ids))
+
+    def publish(self, now: float, ids: I64, parents: Parents, fingerprints: U64) -> None:
+        """Account for reserved objects that the table shows now."""
         self._move(ids, RESERVED, LIVE)
         self.committed_at[ids] = self.acknowledged_at[ids] = self.accessed_at[ids] = now
         self.hits[ids] = 0
@@ -175,7 +179,6 @@ class Objects:
         known = np.where(alive, parents.ids, -1).astype(np.int32)
         self._untold.append(Inserted(now, ids.astype(np.int32), known, fingerprints))
         self.outbox.came(ids)
-        return shown
 
     def policy_now(self) -> EvictionPolicy:
         """The eviction policy, told of all commits. It learns of them late, since the writer that waits for its answer needs not."""
@@ -191,17 +194,17 @@ class Objects:
 
     def orphan(self, ids: I64) -> None:
         """Reserved objects whose time is over, and whose writer may not know yet."""
+        self.table.withdraw(ids)
         self._move(ids, RESERVED, ORPHAN)
 
     def abandon(self, ids: I64) -> None:
         """Give reserved or orphaned objects back: nobody can be writing to them any more."""
-        if not len(ids):
-            return
-        self.table.forget(ids)
-        for state in (RESERVED, ORPHAN):
+        for state, free in ((RESERVED, self.table.unpublish), (ORPHAN, self.table.forget)):
             part = ids[self.state[ids] == state]
-            self._move(part, state, FREE)
-            self._release(part)
+            if len(part):
+                free(part)
+                self._move(part, state, FREE)
+                self._release(part)
 
     def hide(self, ids: I64, *, evicted: bool) -> None:
         """Make live objects invisible; their memory is given back now, or with their last lease. Pins on them end here."""

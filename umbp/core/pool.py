@@ -21,7 +21,6 @@ What it costs: each call is a fixed number of vectorised passes over its keys; `
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,28 +29,17 @@ from umbp.core.guard import guarded, guarded_admission
 from umbp.core.leases import Lease, Leases, Pin
 from umbp.core.limits import Limits
 from umbp.core.namespaces import NamespaceState, remember
-from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Counters, Objects, Parents
+from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Counters, Objects
+from umbp.core.puts import Puts, Reserved, flushed
 from umbp.core.room import Room, Watermarks
 from umbp.core.scratch import Scratch
-from umbp.core.writes import Writes
 from umbp.errors import InvalidRequest, LimitReached, NotFound
 from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, Request, build
 from umbp.store.index import W_PLACE, W_SUM, Found, IndexWriter, hashes, key_words, place_word
-from umbp.types import I64, U8, U64, Mask, WriteStatus
+from umbp.types import I64, U8, U64, Mask
 
 DOOMED_SLICE = 4096  # objects of flushed namespaces removed a tick: about 2 ms
 UNSUMMED_BATCHES_MAX = 65_536  # about 20 MB where batches are small
-
-
-@dataclass(frozen=True, slots=True)
-class Reserved:
-    """Answer to `reserve`: a status an item; for the PENDING-to-be-filled ones (``mine``) entry id and offset, in order."""
-
-    number: int
-    status: U8
-    mine: Mask
-    ids: I64
-    offsets: I64
 
 
 class Pool:
@@ -76,7 +64,9 @@ class Pool:
             seconds_max=limits.lease_seconds_max,
             bytes_max=int(limits.lease_share * self.objects.allocator.capacity_bytes),
         )
-        self.writes = Writes(self.objects)
+        self.puts = Puts(table, self.objects, self.room, limits.reservation_seconds, self._queue_sums)
+        self.puts.admission = self._asked()
+        self.writes = self.puts.writes
         self.scratch = Scratch(self.objects, self.room, self._limbo)
         self.namespaces: dict[int, NamespaceState] = {}  # by row
         self.by_digest: dict[bytes, NamespaceState] = {}
@@ -248,83 +238,32 @@ class Pool:
         ``number`` is the namespace number that the client knows: if the row has another now (a flush, or a new segment), all is FLUSHED.
         ``admit``: the admission policy has a say.
         """
+        reserved = self.begin_reserve(now, session, row, keys, parent, seconds, number=number, admit=admit)
+        self.settle()
+        return reserved
+
+    def begin_reserve(
+        self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float, *, number: int | None = None, admit: bool = True
+    ) -> Reserved:
+        """`reserve`, as far as its client waits for it. `settle` must follow."""
         account = self.find_namespace(row).account
         if number is not None and number != account.number:
-            none = np.empty(0, np.int64)
-            return Reserved(0, np.full(len(keys), WriteStatus.FLUSHED, np.uint8), np.zeros(len(keys), bool), none, none)
-        words, place = key_words(keys), place_word(account.number, account.object_bytes)
-        prints = hashes(words, np.uint64(account.number), self.table.seed)
-        found = self.table.find(words, account.number, place, prints)
-        status = np.where(found.hit, WriteStatus.EXISTS, WriteStatus.PENDING).astype(np.uint8)
-        names: list[bytes] = words.view("V32").reshape(-1).tolist()
-        mine = self._first_of_absent(account, found.hit, names)
-        if admit and mine.any():
-            declined = np.flatnonzero(mine)[~self.admission.admit(now, prints[mine], fill=self._fill())]
-            status[declined] = WriteStatus.NOT_ADMITTED
-            mine[declined] = False
-        if not self.writes.may_start(session):
-            status[mine] = WriteStatus.TOO_MANY_RESERVATIONS
-            mine[:] = False
-        if found.hit.any():
-            self.objects.acknowledged_at[found.ids[found.hit]] = now
-        wanted = np.flatnonzero(mine)
-        with self.objects.held(found.ids[found.hit]):  # what is answered EXISTS must not be what makes room for the rest
-            offsets, reason = self.room.make_room(now, account, len(wanted))
-        status[wanted[len(offsets) :]] = reason
-        mine[wanted[len(offsets) :]] = False
-        self._count_refused(account, status)
-        if not len(offsets):
-            return Reserved(0, status, mine, np.empty(0, np.int64), offsets)
-        chosen = wanted[: len(offsets)]
-        ids = self.objects.reserve(account, words[chosen], place, offsets, session)
-        parents = self._parents(account, found, chosen, ids, parent, place)
-        limit = min(seconds or self.limits.reservation_seconds, self.limits.reservation_seconds)
-        made = self.writes.start(now, session, account, ids, [names[i] for i in chosen.tolist()], parents, prints[chosen], limit)
-        return Reserved(made.number, status, mine, ids, offsets)
+            return flushed(len(keys))
+        return self.puts.begin_reserve(now, session, account, keys, parent, seconds, admit=admit)
 
     def commit(self, now: float, session: int, number: int, filled: Mask, sums: U64 | None) -> U8:
         """End a reservation: show what was filled. One status per item, in the order of its ids."""
-        made = self.writes.open.get(number)
-        if made is not None and len(filled) != len(made.ids):
-            raise InvalidRequest(f"{len(filled)} items, the reservation has {len(made.ids)}", field="filled")
-        status = self.writes.finish(now, session, number, filled, sums)
-        if made is not None:
-            self._count_refused(made.account, status)
-            if sums is None:
-                self._queue_sums(made.ids[status == WriteStatus.STORED])
+        status = self.begin_commit(now, session, number, filled, sums)
+        self.settle()
         return status
 
-    def _first_of_absent(self, account: Account, hit: Mask, names: list[bytes]) -> Mask:
-        """Keys to write: not stored, not in flight, and the first of their kind in the batch."""
-        mine = ~hit
-        absent = [names[i] for i in np.flatnonzero(mine).tolist()]
-        busy = self.writes.in_flight.get(account.number, set())
-        if len(set(absent)) == len(absent) and busy.isdisjoint(absent):  # nearly always
-            return mine
-        seen = set(busy)
-        for i in np.flatnonzero(mine).tolist():
-            mine[i] = names[i] not in seen
-            seen.add(names[i])
-        return mine
+    def begin_commit(self, now: float, session: int, number: int, filled: Mask, sums: U64 | None) -> U8:
+        """`commit`, as far as its client waits for it. `settle` must follow."""
+        return self.puts.begin_commit(now, session, number, filled, sums)
 
-    def _parents(self, account: Account, found: Found, chosen: I64, ids: I64, parent: bytes, place: np.uint64) -> Parents:
-        """The page before each written one. ``found`` is what was stored before room was made for these."""
-        entry, version = np.full(len(found.hit) + 1, -1), np.zeros(len(found.hit) + 1, np.uint64)
-        entry[1:][found.hit], version[1:][found.hit] = found.ids[found.hit], found.versions[found.hit]
-        entry[1:][chosen], version[1:][chosen] = ids, 0
-        if parent:
-            first = self.table.find(key_words(np.frombuffer(parent, np.uint8)), account.number, place)
-            entry[0], version[0] = (first.ids[0], first.versions[0]) if first.hit[0] else (-1, 0)
-        return Parents(entry[:-1][chosen], version[:-1][chosen])
-
-    def _fill(self) -> float:
-        return self.objects.allocated_bytes() / max(1, self.objects.allocator.capacity_bytes)
-
-    def _count_refused(self, account: Account, status: U8) -> None:
-        if (refused := status[status >= 16]).size:
-            for value, count in zip(*np.unique(refused, return_counts=True), strict=True):
-                code = WriteStatus(int(value)).code
-                account.refused[code] = account.refused.get(code, 0) + int(count)
+    def settle(self) -> None:
+        """The other half of the last `begin_...`: before anything else is asked of the pool."""
+        self.puts.settle()
 
     # -- reads -------------------------------------------------------------------------------------------------------------------------
 
@@ -433,6 +372,11 @@ class Pool:
         """Another admission policy from now on."""
         self.admission = guarded_admission(build(ADMISSION, name, self.objects.capacity))
         self.admission_name = name
+        self.puts.admission = self._asked()
+
+    def _asked(self) -> AdmissionPolicy | None:
+        """The admission policy for `Puts`: the one that says yes to everything need not be asked."""
+        return None if self.admission_name == "always" else self.admission
 
     # -- sessions and time -------------------------------------------------------------------------------------------------------------
 

@@ -74,8 +74,9 @@ class Scratch:
         if not len(offsets):
             raise LimitReached(f"no room for {size_bytes} bytes of scratch: {reason.code}", field="scratch")
         words = np.zeros((1, 4), np.uint64)
-        (entry,) = self.objects.reserve(account, words, place_word(account.number, size_bytes), offsets, session).tolist()
-        piece = Piece(self._next, session, entry, int(offsets[0]), size_bytes)
+        ids = self.objects.take(words, place_word(account.number, size_bytes), offsets, session)
+        self.objects.reserve(account, ids, offsets)
+        piece = Piece(self._next, session, int(ids[0]), int(offsets[0]), size_bytes)
         self._next += 1
         self.pieces[piece.number] = piece
         self._by_session.setdefault(session, {})[piece.number] = piece

@@ -31,6 +31,7 @@ class Reservation:
     keys: list[bytes]
     parents: Parents
     fingerprints: U64
+    entered: Mask  # which found a slot in the index: at half load nearly always all
     expires: float
     expired: bool = False
 
@@ -50,9 +51,15 @@ class Writes:
     def __repr__(self) -> str:
         return f"<Writes {len(self.open)} reservations, {sum(map(len, self.in_flight.values()))} keys in flight>"
 
+    def next_number(self) -> int:
+        """Number of the next reservation."""
+        self._next += 1
+        return self._next - 1
+
     def start(
         self,
         now: float,
+        number: int,
         session: int,
         account: Account,
         ids: I64,
@@ -61,9 +68,9 @@ class Writes:
         fingerprints: U64,
         seconds: float,
     ) -> Reservation:
-        """Enter a reservation for entries that `Objects.reserve` took."""
-        made = Reservation(self._next, session, account, account.number, ids, keys, parents, fingerprints, now + seconds)
-        self._next += 1
+        """Enter a reservation, of a `next_number`, for entries that `Objects.take` took."""
+        entered = self.objects.table.enter(ids, fingerprints)
+        made = Reservation(number, session, account, account.number, ids, keys, parents, fingerprints, entered, now + seconds)
         self.open[made.number] = made
         self.by_session.setdefault(session, set()).add(made.number)
         self.in_flight.setdefault(account.number, set()).update(keys)
@@ -82,32 +89,40 @@ class Writes:
         assert len(filled) == len(made.ids)
         self._drop(made)
         status = np.full(len(filled), WriteStatus.STORED, np.uint8)
-        if not made.expired and made.account.number == made.namespace and filled.all():  # nearly always
-            shown = self.objects.publish(now, made.ids, sums, made.parents, made.fingerprints)
-            status[~shown] = WriteStatus.KEY_LIMIT
-            self.objects.abandon(made.ids[~shown])
-            return status
         if made.expired:
             status[:] = WriteStatus.EXPIRED
         elif made.account.number != made.namespace:
             status[:] = WriteStatus.FLUSHED
         status[~filled & (status == WriteStatus.STORED)] = WriteStatus.UNAVAILABLE
+        status[~made.entered & (status == WriteStatus.STORED)] = WriteStatus.KEY_LIMIT
         good = status == WriteStatus.STORED
         if good.any():
-            ids, parents = made.ids[good], made.parents.only(good)
-            shown = self.objects.publish(now, ids, None if sums is None else sums[good], parents, made.fingerprints[good])
-            if not shown.all():
-                status[np.flatnonzero(good)[~shown]] = WriteStatus.KEY_LIMIT
-                good = status == WriteStatus.STORED
+            self.objects.table.publish(made.ids[good], None if sums is None else sums[good])
+            self.objects.publish(now, made.ids[good], made.parents.only(good), made.fingerprints[good])
         self.objects.abandon(made.ids[~good])
         return status
+
+    def show(self, session: int, number: int, filled: Mask, sums: U64 | None) -> Reservation | None:
+        """What is nearly always so: all was filled, in time. It is visible now; `end` must follow. None: see `finish`."""
+        made = self.open.get(number)
+        if made is None or made.session != session or made.expired or made.account.number != made.namespace:
+            return None
+        if not filled.all() or not made.entered.all():
+            return None
+        self.objects.table.publish(made.ids, sums)
+        return made
+
+    def end(self, now: float, made: Reservation) -> None:
+        """Account for what `show` has shown."""
+        self._drop(made)
+        self.objects.publish(now, made.ids, made.parents, made.fingerprints)
 
     def adopt(self, now: float, session: int, account: Account, ids: I64) -> None:
         """Orphans that a session of a former boot left: they end with it."""
         none = np.empty(0, np.uint64)
-        parents = Parents(none.view(np.int64), none)
-        made = Reservation(self._next, session, account, account.number, ids, [], parents, none, now, expired=True)
-        self._next += 1
+        parents, entered = Parents(none.view(np.int64), none), np.zeros(len(ids), bool)
+        number = self.next_number()
+        made = Reservation(number, session, account, account.number, ids, [], parents, none, entered, now, expired=True)
         self.open[made.number] = made
         self.by_session.setdefault(session, set()).add(made.number)
 

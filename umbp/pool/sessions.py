@@ -29,7 +29,6 @@ from umbp.types import I64, U8, U64, ReadStatus
 
 log = logging.getLogger("umbp.pool.sessions")
 HELLO_SECONDS_MAX = 10.0
-UNREAD_BYTES_MAX = 4 << 20
 AHEAD_BYTES_MAX = 64 << 10
 
 
@@ -56,7 +55,7 @@ class Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The upgrade was asked for; agree to it."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are transports without saying so
-        self._transport.set_write_buffer_limits(high=UNREAD_BYTES_MAX)
+        self._transport.set_write_buffer_limits(high=0)  # uvloop then sends at once, before `settle`, and not at the end of its round
         self._transport.write(wire.UPGRADE_REPLY)
         self._hello = asyncio.get_running_loop().call_later(HELLO_SECONDS_MAX, self._too_late)
 
@@ -138,6 +137,7 @@ class Session(asyncio.Protocol):
             reply = wire.encode(wire.Failed(error.code, str(error), error.field))
         if reply and self._transport:
             self._transport.write(reply)
+        self.server.pool.settle()
         if self._clean and self._transport:
             self._transport.close()
         self.server.observe(str(op), self.server.now() - started)
@@ -197,7 +197,7 @@ class Session(asyncio.Protocol):
         keys = blob.keys(message.n)
         blob.end()
         parent = bytes.fromhex(message.parent)
-        made = self.server.pool.reserve(now, self.session, message.row, keys, parent, message.seconds, number=message.number)
+        made = self.server.pool.begin_reserve(now, self.session, message.row, keys, parent, message.seconds, number=message.number)
         self.server.wake()
         header = wire.Reserved(made.number, message.n, len(made.ids))
         return wire.encode(header, made.status, made.mine.view(np.uint8), made.ids, made.offsets)
@@ -206,7 +206,7 @@ class Session(asyncio.Protocol):
         filled = blob.take(np.uint8, message.m) != 0
         sums = blob.take(np.uint64, message.m) if message.sums else None
         blob.end()
-        status = self.server.pool.commit(now, self.session, message.number, filled, sums)
+        status = self.server.pool.begin_commit(now, self.session, message.number, filled, sums)
         self.server.wake()
         return wire.encode(wire.Statuses(len(status)), status)
 

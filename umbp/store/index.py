@@ -8,16 +8,16 @@ b and b ^ f(tag), so that a slot can be moved to its other bucket without readin
 
     entry words   0-3 key    4 size << 32 | namespace number    5 offset    6 checksum (owner while reserved)    7 version
 
-The version is 0 for a free entry, odd while reserved (a client is filling the memory), even and never used before once committed. Only
-committed entries are in buckets.
+The version is 0 for a free entry, odd while reserved (a client is filling the memory), even and never used before once committed.
 
 Who writes: the pool process alone. Order of its stores (kept by x86; a reader's loads too):
-  commit   fields, then the version, then the slot           -> a slot never leads to a half-written entry
+  reserve  fields, then an odd version, then the slot         -> a slot never leads to a half-written entry
+  commit   checksum, then an even version: the key is there   -> one store shows it; its slot was found while its writer copied
   remove   version := 0, then the slot                        -> before the memory is given to anyone else
   move     new slot, then ``moves`` += 1, then the old slot   -> the key is always in at least one place
-A reader of an entry takes the version, the row, and the version again; unequal or odd means it was changed under the reader. A reader
-that finds a key in neither bucket compares ``moves`` with its value before; if it grew it looks again. So an answer is right for some
-moment between call and return, and every commit answered before the call is seen.
+A reader of an entry takes the version, the row, and the version again; unequal means it was changed under the reader. A reader that finds a
+key in neither bucket compares ``moves`` with its value before; if it grew it looks again. So an answer is right for some moment between
+call and return, and every commit answered before the call is seen.
 
 What it costs: 2,200 keys of an index of 1 M take about thirty NumPy passes and 0.2 ms, of which more than half are two cache misses a
 key, which the processor overlaps; a single key takes 30 us. Memory: 64 bytes an entry and 128 bytes of buckets at the least (slots are
@@ -30,6 +30,7 @@ says so at its start, and readers there should verify checksums.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -45,8 +46,9 @@ _LOW = _U(0xFFFF_FFFF)
 _SHIFT = _U(32)
 _ONE = _U(1)
 # Odd constants of a multiply-xorshift hash (splitmix64's); any odd ones of high entropy would do.
-_M1, _M2 = _U(0xBF58_476D_1CE4_E5B9), _U(0x94D0_49BB_1331_11EB)
-_KEY_MULTIPLIERS = np.array([0x9E37_79B9_7F4A_7C15, 0xC2B2_AE3D_27D4_EB4F, 0x1656_67B1_9E37_79F9, 0x27D4_EB2F_1656_67C5], np.uint64)
+_M1, _M2, _STEP = 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB, 0x9E37_79B9_7F4A_7C15
+_MIX = _U(_M1)
+_ALL = (1 << 64) - 1
 _SECOND = _U(0x5BD1_E995_5BD1_E995)
 
 _FOUR = np.uint32(0x0101_0101)  # four bools, all True, seen as one word
@@ -71,19 +73,40 @@ def key_words(keys: U8) -> U64:
     return np.ascontiguousarray(keys).view(np.uint64).reshape(-1, KEY_BYTES // 8)
 
 
+@cache
+def _multipliers(seed: int) -> tuple[U64, list[int]]:
+    """Five odd numbers made from the seed (splitmix64), for a key's four words, as an array, and the namespace; and all as a list."""
+    numbers = []
+    for step in range(1, 6):
+        h = seed + step * _STEP & _ALL
+        h = (h ^ h >> 30) * _M1 & _ALL
+        h = (h ^ h >> 27) * _M2 & _ALL
+        numbers.append((h ^ h >> 31) | 1)
+    return np.array(numbers[:4], np.uint64), numbers
+
+
+def _hash_one(words: list[int], number: int, seed: int) -> int:
+    """What `hashes` gives, for one key: arrays of one cost ten times as much."""
+    m0, m1, m2, m3, m4 = _multipliers(seed)[1]
+    h = words[0] * m0 + words[1] * m1 + words[2] * m2 + words[3] * m3 + number * m4 & _ALL
+    h = (h ^ h >> 32) * _M1 & _ALL
+    return h ^ h >> 29
+
+
 def hashes(words: U64, number: np.uint64 | U64, seed: np.uint64) -> U64:
-    """64-bit hash of (namespace number, key) for (n, 4) key words; seeded, so that callers cannot choose collisions."""
-    m = _KEY_MULTIPLIERS
-    h: U64 = words[:, 0] * m[0]
-    h ^= words[:, 1] * m[1]
-    h += words[:, 2] * m[2]
-    h ^= words[:, 3] * m[3]
-    h += (np.atleast_1d(number) + seed) * m[0]  # as an array: unlike a scalar it may wrap
-    h ^= h >> _U(31)
-    h *= _M1
-    h ^= h >> _U(29)
-    h *= _M2
+    """64-bit hash of (namespace number, key) for (n, 4) key words; seeded, so that callers cannot choose collisions.
+
+    A sum of products with odd multipliers made from the seed, whose high half is good, and a multiply-xorshift step that spreads it over
+    all bits. Few calls: this is on the way of every lookup.
+    """
+    if len(words) <= FEW and not isinstance(number, np.ndarray):
+        return np.array([_hash_one(key, int(number), int(seed)) for key in words.tolist()], np.uint64)
+    for_words, odd = _multipliers(int(seed))
+    h: U64 = words @ for_words
+    h += np.atleast_1d(number) * _U(odd[4])  # as an array: unlike a scalar it may wrap
     h ^= h >> _SHIFT
+    h *= _MIX
+    h ^= h >> _U(29)
     return h
 
 
@@ -187,17 +210,17 @@ class IndexReader:
         at = np.arange(0, lanes.size, BUCKET_SLOTS) + _first_lane(match)
         found = lanes.ravel().take(at, mode="clip").view(np.int64) - 1
         if len(some) == n:
-            same, entries = self._read(found, words, place)
-            return same, found, entries, ~same
+            same, there, entries = self._read(found, words, place)
+            return there, found, entries, ~same
         hit, ids, rows = _nothing(n)
         unsure = np.zeros(n, bool)
         ids[some] = found = found[some]
-        same, rows[some] = self._read(found, words[some], place)
-        hit[some], unsure[some] = same, ~same
+        same, there, rows[some] = self._read(found, words[some], place)
+        hit[some], unsure[some] = there, ~same
         return hit, ids, rows, unsure
 
-    def _read(self, ids: I64, words: U64, place: np.uint64) -> tuple[Mask, U64]:
-        """Rows of these entries, and which are committed, of these keys, and were not changed meanwhile."""
+    def _read(self, ids: I64, words: U64, place: np.uint64) -> tuple[Mask, Mask, U64]:
+        """Which of these entries are of these keys and were not changed meanwhile, which of them are committed, and their rows."""
         at = ids * ENTRY_WORDS + W_VERSION
         before = self._flat.take(at, mode="clip")
         rows = self.entries.take(ids, axis=0, mode="clip")
@@ -205,9 +228,8 @@ class IndexReader:
         same = (rows[:, :4] == words).view(np.uint32).ravel() == _FOUR
         same &= rows[:, W_PLACE] == place
         same &= before == after  # versions are used once, so the row is of this version, whole
-        same &= before & _ONE == 0  # odd: reserved
         same &= before != 0
-        return same, rows
+        return same, same & (before & _ONE == 0), rows  # odd: reserved, and so not there yet
 
     def _settle(self, words: U64, place: np.uint64, hashed: U64, hit: Mask, ids: I64, rows: U64, which: I64) -> None:
         """Look at keys one by one: those that a pass could not decide, and those of a small call."""
@@ -232,11 +254,16 @@ class IndexReader:
                 entry = (slot & 0xFFFF_FFFF) - 1
                 before = int(self.entries[entry, W_VERSION])
                 row = self.entries[entry].copy()
-                if before == 0 or before & 1 or before != int(self.entries[entry, W_VERSION]):
+                if before == 0 or before != int(self.entries[entry, W_VERSION]):
                     changed = True
                 elif row[:5].tolist() == key:
-                    return (entry, row), False
+                    return None if before & 1 else (entry, row), False  # odd: reserved, and so not there yet
         return None, changed
+
+
+def nothing_found(n: int) -> Found:
+    """The answer where `IndexWriter.none_of` says yes."""
+    return Found(*_nothing(n))
 
 
 def _nothing(n: int) -> tuple[Mask, I64, U64]:
@@ -263,26 +290,47 @@ class IndexWriter(IndexReader):
         self._counter[0] = start + n
         return np.arange(start + 1, start + n + 1, dtype=np.uint64) << _ONE
 
+    def none_of(self, hashed: U64) -> bool:
+        """Whether none of the keys with these `hashes` is there: a quick sure yes, or a no that `find` has to look into.
+
+        For the writer only: a slot that moves meanwhile could be overlooked.
+        """
+        tag = hashed & ~_LOW
+        homes = np.empty((2, len(hashed)), np.uint64)
+        np.bitwise_and(hashed, self._mask, out=homes[0])
+        homes[1] = self.second_bucket(homes[0], tag)
+        lanes = self.buckets.take(homes.view(np.int64), axis=0, mode="clip")
+        lanes ^= tag[:, None]
+        return not lanes.size or int(lanes.min()) > 0xFFFF_FFFF  # as in `_probe`
+
     def write_reserved(self, ids: I64, words: U64, place: np.uint64, offsets: I64, owner: int) -> None:
         """Fill free entries for a client that will write the memory. Not visible; found again by `reserved` after a crash."""
-        entries = self.entries
-        entries[ids, :4] = words
-        entries[ids, W_PLACE] = place
-        entries[ids, W_OFFSET] = offsets.view(np.uint64)
-        entries[ids, W_SUM] = _U(owner)
-        entries[ids, W_VERSION] = self._versions(len(ids)) | _ONE
+        rows = np.zeros((len(ids), ENTRY_WORDS), np.uint64)
+        rows[:, :4] = words
+        rows[:, W_PLACE] = place
+        rows[:, W_OFFSET] = offsets.view(np.uint64)
+        rows[:, W_SUM] = owner
+        self.entries[ids] = rows  # two stores a row, not six: each is a pass over cold memory
+        self.entries[ids, W_VERSION] = self._versions(len(ids)) | _ONE  # last: with it the entry is a reserved one
 
-    def publish(self, ids: I64, sums: U64 | None, hashed: U64 | None = None) -> Mask:
-        """Show reserved entries. Returns which found a slot; the others stay reserved (at half load that takes an unlucky key).
+    def enter(self, ids: I64, hashed: U64 | None = None) -> Mask:
+        """Slots for reserved entries. Returns which found one (at half load it takes an unlucky key to find none). No reader sees them yet.
 
         ``hashed``: `hashes` of their keys, where the caller has them.
         """
-        self.entries[ids, W_SUM] = 0 if sums is None else sums
-        self.entries[ids, W_VERSION] = self._versions(len(ids))
         return self._enter(ids, hashed)
 
+    def publish(self, ids: I64, sums: U64 | None) -> None:
+        """Show reserved entries that were entered."""
+        self.entries[ids, W_SUM] = 0 if sums is None else sums
+        self.entries[ids, W_VERSION] = self._versions(len(ids))
+
+    def withdraw(self, ids: I64) -> None:
+        """Take the slots of reserved entries away; they stay reserved."""
+        self._leave(ids)
+
     def unpublish(self, ids: I64) -> None:
-        """Hide entries; their version becomes 0 before the slot goes."""
+        """Free entries; their version becomes 0 before the slot goes."""
         self.entries[ids, W_VERSION] = 0
         self._leave(ids)
 
@@ -304,16 +352,24 @@ class IndexWriter(IndexReader):
         first, tag = self._homes(ids) if hashed is None else (hashed & self._mask, hashed & ~_LOW)
         slots = tag | (ids + 1).view(np.uint64)
         done = np.zeros(len(ids), bool)
-        for bucket in (first, self.second_bucket(first, tag)):
-            at, todo = bucket.view(np.int64), np.flatnonzero(~done)
+        for second in (False, True):
+            todo = np.flatnonzero(~done)
+            if not len(todo):
+                break
+            at = (self.second_bucket(first, tag) if second else first).view(np.int64)
             # Several keys of one batch may want one bucket: a round serves one of each, and drops those whose bucket is full.
             while len(todo):
                 wanted = at[todo]
                 self._claim[wanted] = todo  # of equal ones the last store stays
-                free = self.buckets[wanted] == 0
-                room = free.any(axis=1)
+                free = self.buckets.take(wanted, axis=0) == 0
+                lane = free.argmax(axis=1)
+                room = free[np.arange(len(todo)), lane]
                 served = room & (self._claim[wanted] == todo)
-                self.buckets[wanted[served], free.argmax(axis=1)[served]] = slots[todo[served]]
+                if served.all():
+                    self.buckets[wanted, lane] = slots[todo]
+                    done[todo] = True
+                    break
+                self.buckets[wanted[served], lane[served]] = slots[todo[served]]
                 done[todo[served]] = True
                 todo = todo[room & ~served]
         for item in np.flatnonzero(~done).tolist():
@@ -363,10 +419,11 @@ class IndexWriter(IndexReader):
         return np.flatnonzero(self.entries[:, W_VERSION] & _ONE)
 
     def check(self) -> None:
-        """Every committed entry is in exactly one slot of one of its two buckets, and no slot leads elsewhere."""
+        """Every committed entry is in exactly one slot of one of its two buckets, and no slot leads elsewhere but to reserved ones."""
         used = self.buckets[self.buckets != 0]
         ids = np.sort((used & _LOW).view(np.int64) - 1)
-        assert np.array_equal(ids, self.committed()), "slots and committed entries differ"
+        reserved = self.entries[ids, W_VERSION] & _ONE != 0
+        assert np.array_equal(ids[~reserved], self.committed()), "slots and committed entries differ"
         first, tag = self._homes(ids)
         slots = tag | (ids + 1).view(np.uint64)
         one = (self.buckets[first.view(np.int64)] == slots[:, None]).sum(axis=1)

@@ -40,7 +40,7 @@ from umbp.store.memory import HUGE_BYTES, Mapping
 from umbp.types import U64
 
 MAGIC = int.from_bytes(b"UMBPSEG1", "little")
-FORMAT = 1
+FORMAT = 2
 HEADER_BYTES = 4096
 TEXT_AT = 512
 LOCK_SECONDS_MAX = 0.5

@@ -1,0 +1,172 @@
+"""Reserve and commit, each in two halves: what its client waits for, and the rest.
+
+Theory of operation. A writer waits for two answers, and each answer needs some hundred NumPy calls, most of them for the accounts. So
+`begin_reserve` and `begin_commit` do what the answer needs (find, take memory, enter it in the segment; show what was filled), and
+`settle` does the rest when the answer is on its way: states, accounts, the keys in flight, slots in the index, parents. The shell calls it
+before it looks at anything else, so nobody sees the two halves apart; a crash between them leaves what one before both would: memory that
+is reserved in the segment, or objects that are committed there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from umbp.core.objects import Account, Objects, Parents
+from umbp.core.room import Room
+from umbp.core.writes import Reservation, Writes
+from umbp.errors import InvalidRequest
+from umbp.policies.base import AdmissionPolicy
+from umbp.store.index import Found, IndexWriter, hashes, key_words, nothing_found, place_word
+from umbp.types import I64, U8, U64, Mask, WriteStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Answer to `reserve`: a status an item; for the PENDING-to-be-filled ones (``mine``) entry id and offset, in order."""
+
+    number: int
+    status: U8
+    mine: Mask
+    ids: I64
+    offsets: I64
+
+
+def flushed(count: int) -> Reserved:
+    """The answer to a writer whose namespace was flushed."""
+    none = np.empty(0, np.int64)
+    return Reserved(0, np.full(count, WriteStatus.FLUSHED, np.uint8), np.zeros(count, bool), none, none)
+
+
+class Puts:
+    """Writes of one pool. ``stored`` is told the ids of what was committed without a checksum."""
+
+    def __init__(self, table: IndexWriter, objects: Objects, room: Room, reservation_seconds: float, stored: Callable[[I64], None]) -> None:
+        self.table = table
+        self.objects = objects
+        self.room = room
+        self.writes = Writes(objects)
+        self.admission: AdmissionPolicy | None = None  # None: everything is stored
+        self._reservation_seconds = reservation_seconds
+        self._stored = stored
+        self._rest: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Puts {self.writes!r}>"
+
+    def begin_reserve(
+        self, now: float, session: int, account: Account, keys: U8, parent: bytes, seconds: float, *, admit: bool
+    ) -> Reserved:
+        """Room for what is absent of these keys, as far as the client waits for it. `settle` must follow."""
+        words, place = key_words(keys), place_word(account.number, account.object_bytes)
+        prints = hashes(words, np.uint64(account.number), self.table.seed)
+        status = np.full(len(keys), WriteStatus.PENDING, np.uint8)
+        if self.table.none_of(prints):  # nearly always
+            found = nothing_found(len(keys))
+        else:
+            found = self.table.find(words, account.number, place, prints)
+            status[found.hit] = WriteStatus.EXISTS
+        names: list[bytes] = words.view("V32").reshape(-1).tolist()
+        mine = self._first_of_absent(account, found.hit, names)
+        if admit and self.admission is not None and mine.any():
+            admitted = self.admission.admit(now, prints[mine], fill=self._fill())
+            if not admitted.all():
+                declined = np.flatnonzero(mine)[~admitted]
+                status[declined] = WriteStatus.NOT_ADMITTED
+                mine[declined] = False
+        if not self.writes.may_start(session):
+            status[mine] = WriteStatus.TOO_MANY_RESERVATIONS
+            mine[:] = False
+        offsets = self._make_room(now, account, found, status, mine)
+        if not len(offsets):
+            return Reserved(0, status, mine, np.empty(0, np.int64), offsets)
+        chosen = np.flatnonzero(mine)
+        if len(chosen) < len(keys):
+            words, prints, names = words[chosen], prints[chosen], [names[i] for i in chosen.tolist()]
+        ids = self.objects.take(words, place, offsets, session)
+        reserved = Reserved(self.writes.next_number(), status, mine, ids, offsets)
+
+        def rest() -> None:
+            self.objects.reserve(account, ids, offsets)
+            parents = self._parents(account, found, chosen, ids, parent, place)
+            limit = min(seconds or self._reservation_seconds, self._reservation_seconds)
+            self.writes.start(now, reserved.number, session, account, ids, names, parents, prints, limit)
+
+        self._rest = rest
+        return reserved
+
+    def _make_room(self, now: float, account: Account, found: Found, status: U8, mine: Mask) -> I64:
+        """Memory for what is ``mine``; what there is none for is not mine any more, and its ``status`` says why."""
+        stored, count = found.ids[found.hit], int(np.count_nonzero(mine))
+        if len(stored):
+            self.objects.acknowledged_at[stored] = now
+            with self.objects.held(stored):  # what is answered EXISTS must not be what makes room for the rest
+                offsets, reason = self.room.make_room(now, account, count)
+        else:
+            offsets, reason = self.room.make_room(now, account, count)
+        if len(offsets) < count:
+            over = np.flatnonzero(mine)[len(offsets) :]
+            status[over], mine[over] = reason, False
+        if len(offsets) < len(mine):
+            self._count_refused(account, status)
+        return offsets
+
+    def begin_commit(self, now: float, session: int, number: int, filled: Mask, sums: U64 | None) -> U8:
+        """End a reservation, as far as its client waits for it; a status an item. `settle` must follow."""
+        made = self.writes.open.get(number)
+        if made is not None and len(filled) != len(made.ids):
+            raise InvalidRequest(f"{len(filled)} items, the reservation has {len(made.ids)}", field="filled")
+        if made is not None and self.writes.show(session, number, filled, sums):
+            self._rest = lambda: self._committed(now, made, sums)
+            return np.full(len(filled), WriteStatus.STORED, np.uint8)
+        status = self.writes.finish(now, session, number, filled, sums)
+        if made is not None:
+            self._count_refused(made.account, status)
+            if sums is None:
+                self._stored(made.ids[status == WriteStatus.STORED])
+        return status
+
+    def _committed(self, now: float, made: Reservation, sums: U64 | None) -> None:
+        self.writes.end(now, made)
+        if sums is None:
+            self._stored(made.ids)
+
+    def settle(self) -> None:
+        """Account for what the last `begin_...` has answered: its client need not wait for it, everyone else must."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            rest()
+
+    def _first_of_absent(self, account: Account, hit: Mask, names: list[bytes]) -> Mask:
+        """Keys to write: not stored, not in flight, and the first of their kind in the batch."""
+        mine = ~hit
+        absent = [names[i] for i in np.flatnonzero(mine).tolist()] if hit.any() else names
+        busy = self.writes.in_flight.get(account.number, set())
+        if len(set(absent)) == len(absent) and busy.isdisjoint(absent):  # nearly always
+            return mine
+        seen = set(busy)
+        for i in np.flatnonzero(mine).tolist():
+            mine[i] = names[i] not in seen
+            seen.add(names[i])
+        return mine
+
+    def _parents(self, account: Account, found: Found, chosen: I64, ids: I64, parent: bytes, place: np.uint64) -> Parents:
+        """The page before each written one. ``found`` is what was stored before room was made for these."""
+        entry, version = np.full(len(found.hit) + 1, -1), np.zeros(len(found.hit) + 1, np.uint64)
+        entry[1:][found.hit], version[1:][found.hit] = found.ids[found.hit], found.versions[found.hit]
+        entry[1:][chosen], version[1:][chosen] = ids, 0
+        if parent:
+            first = self.table.find(key_words(np.frombuffer(parent, np.uint8)), account.number, place)
+            entry[0], version[0] = (first.ids[0], first.versions[0]) if first.hit[0] else (-1, 0)
+        return Parents(entry[:-1][chosen], version[:-1][chosen])
+
+    def _fill(self) -> float:
+        return self.objects.allocated_bytes() / max(1, self.objects.allocator.capacity_bytes)
+
+    def _count_refused(self, account: Account, status: U8) -> None:
+        if (refused := status[status >= 16]).size:
+            for value, count in zip(*np.unique(refused, return_counts=True), strict=True):
+                code = WriteStatus(int(value)).code
+                account.refused[code] = account.refused.get(code, 0) + int(count)
