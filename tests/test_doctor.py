@@ -15,6 +15,7 @@ import pytest
 from umbp import doctor
 from umbp.config import load_pool_config
 from umbp.doctor import Finding, World, examine
+from umbp.machine import MEMORY_FILESYSTEMS, filesystem
 from umbp.store.segment import file_stem
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -99,13 +100,13 @@ def test_a_missing_folder_of_segments_is_bad(environ: dict[str, str]) -> None:
 
 def test_the_longest_mount_point_names_the_file_system() -> None:
     mounts = "overlay / overlay rw 0 0\ntmpfs /dev tmpfs rw 0 0\nshm /dev/shm ext4 rw 0 0\nx /dev/shmem xfs rw 0 0\n"
-    assert [doctor.filesystem(mounts, path) for path in ("/dev/shm", "/dev/shm/a", "/dev/x", "/home")] == [
+    assert [filesystem(mounts, path) for path in ("/dev/shm", "/dev/shm/a", "/dev/x", "/home")] == [
         "ext4",
         "ext4",
         "tmpfs",
         "overlay",
     ]
-    assert doctor.filesystem("", "/dev/shm") == ""
+    assert filesystem("", "/dev/shm") == ""
 
 
 def test_memory_is_judged_by_the_cgroup(environ: dict[str, str], tmp_path: Path) -> None:

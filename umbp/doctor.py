@@ -25,7 +25,7 @@ from typing import Literal
 from umbp.config import PoolConfig, load_pool_config, runtime_dir
 from umbp.errors import ConfigError
 from umbp.grammar import format_size
-from umbp.machine import fit_dram, probe_memory, text_or_empty
+from umbp.machine import MEMORY_FILESYSTEMS, filesystem, fit_dram, probe_memory, text_or_empty
 from umbp.store.segment import file_stem
 
 Status = Literal["ok", "info", "warn", "bad"]
@@ -154,19 +154,9 @@ def judge_shared_memory(folder: str, kind: str, *, size: int, free: int, writabl
         return [Finding("shared memory", "bad", f"{found}; {format_size(wanted)} asked for", f"a smaller --dram, or {more}")]
     if size <= CONTAINER_SHM_BYTES:
         return [Finding("shared memory", "bad", f"{found}: what a container gets that asked for nothing", more)]
-    if kind not in ("tmpfs", "hugetlbfs", ""):
+    if kind not in MEMORY_FILESYSTEMS:
         return [Finding("shared memory", "warn", f"{found}: not memory; pages are written to a disk", "set --shm-dir to a tmpfs")]
     return [Finding("shared memory", "ok", found)]
-
-
-def filesystem(mounts: str, path: str) -> str:
-    """The type of the file system that holds ``path``, by the text of /proc/mounts; empty where it does not say."""
-    best, kind = "", ""
-    for line in mounts.splitlines():
-        point, found = [*line.split(), "", "", ""][1:3]
-        if len(point) >= len(best) and (path + "/").startswith(point.rstrip("/") + "/"):
-            best, kind = point, found
-    return kind
 
 
 def memory(world: World) -> list[Finding]:

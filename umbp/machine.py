@@ -11,6 +11,7 @@ from umbp.errors import ConfigError
 from umbp.grammar import SIZE_BYTES_MAX, format_size
 
 HUGE_PAGE_BYTES = 2 << 20
+MEMORY_FILESYSTEMS = ("tmpfs", "hugetlbfs", "ramfs", "")  # "": it cannot be told
 AUTO_DRAM_BYTES_MIN = 64 << 20  # what a pool that was told no size insists on finding
 AUTO_SHARE_OF_AVAILABLE = 0.25  # the rest is the engines': weights on their way to the device, pinned buffers, page cache
 AUTO_SHARE_OF_SHM = 0.80  # /dev/shm is shared with NCCL, RCCL and data loaders, which die of a full one
@@ -92,3 +93,13 @@ def text_or_empty(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
+
+
+def filesystem(mounts: str, path: str) -> str:
+    """The type of the file system that holds ``path``, by the text of /proc/mounts; empty where it does not say."""
+    best, kind = "", ""
+    for line in mounts.splitlines():
+        point, found = [*line.split(), "", "", ""][1:3]
+        if len(point) >= len(best) and (path + "/").startswith(point.rstrip("/") + "/"):
+            best, kind = point, found
+    return kind

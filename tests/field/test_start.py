@@ -5,6 +5,7 @@ Field reports KV-18, KV-19 and R-10, through the real command line.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
@@ -24,6 +25,7 @@ import umbp
 from tests.field.people import keys_of, open_namespace, values_of
 from tests.pools import ROOT, PoolProcess
 from umbp import ReadStatus, WriteStatus
+from umbp.machine import MEMORY_FILESYSTEMS, filesystem
 
 MIB = 1 << 20
 
@@ -150,6 +152,15 @@ def test_locked_memory_limit_does_not_matter() -> None:
 
 def test_folder_of_shared_memory_that_is_none(folder: Path) -> None:
     assert "shm_dir" in refused(folder, "--shm-dir", str(folder / "nowhere"))
+
+
+def test_folder_of_shared_memory_on_a_disk_is_said(folder: Path) -> None:
+    kind = filesystem(Path("/proc/mounts").read_text(), os.path.realpath(folder))
+    if kind in MEMORY_FILESYSTEMS:
+        pytest.skip(f"temporary folders are on {kind or 'an unknown file system'} here")
+    with PoolProcess("--shm-dir", str(folder), dram="16MiB") as server, urllib.request.urlopen(server.http + "/readyz") as answer:
+        warnings = json.load(answer)["warnings"]
+    assert [line for line in warnings if line.startswith("shm_dir: ") and f"is {kind}, not memory" in line], warnings
 
 
 # -- ports and sockets -----------------------------------------------------------------------------------------------------------

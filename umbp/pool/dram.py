@@ -20,7 +20,7 @@ from pathlib import Path
 from umbp.config import PoolConfig
 from umbp.errors import ConfigError, OutOfMemory, SegmentError
 from umbp.grammar import format_size
-from umbp.machine import auto_dram
+from umbp.machine import MEMORY_FILESYSTEMS, auto_dram, filesystem, text_or_empty
 from umbp.store import memory, segment
 from umbp.store.segment import Geometry, OwnerLock, Segment
 
@@ -152,8 +152,11 @@ def _attach(config: PoolConfig) -> Segment | None:
 
 
 def _place(config: PoolConfig, found: Segment) -> list[str]:
-    """NUMA and huge pages, as far as the machine has them; what it has not."""
+    """Memory, NUMA and huge pages, as far as the machine has them; what it has not."""
     said: list[str] = []
+    kind = filesystem(text_or_empty(Path("/proc/mounts")), os.path.realpath(config.shm_dir))
+    if kind not in MEMORY_FILESYSTEMS:
+        said.append(f"shm_dir: {config.shm_dir} is {kind}, not memory: the kernel writes pages to a disk; set --shm-dir to a tmpfs")
     nodes = memory.numa_nodes()
     if config.numa == "interleave" or (config.numa == "auto" and len(nodes) > 1):
         if error := memory.bind(found.data, nodes, interleave=True):
