@@ -15,7 +15,7 @@ import pytest
 from umbp import doctor
 from umbp.config import load_pool_config
 from umbp.doctor import Finding, World, examine
-from umbp.machine import MEMORY_FILESYSTEMS, filesystem
+from umbp.machine import filesystem
 from umbp.store.segment import file_stem
 
 MIB, GIB = 1 << 20, 1 << 30
