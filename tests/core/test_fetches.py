@@ -21,10 +21,16 @@ def key(number: int) -> bytes:
 
 
 def ask(
-    fetches: Fetches, *numbers: int, session: int = 1, there: tuple[int, ...] = (), deadline: float = 10.0, namespace: int = 7
+    fetches: Fetches,
+    *numbers: int,
+    session: int = 1,
+    there: tuple[int, ...] = (),
+    deadline: float = 10.0,
+    namespace: int = 7,
+    far: bool = True,
 ) -> Ticket:
     mask = np.array([number in there for number in numbers], bool)
-    return fetches.ask(0.0, session, 3, namespace, [key(n) for n in numbers], mask, before=b"", deadline=deadline)
+    return fetches.ask(0.0, session, 3, namespace, [key(n) for n in numbers], mask, before=b"", deadline=deadline, far=far)
 
 
 def prefetch(fetches: Fetches, *numbers: int, request: str = "a", payload: bytes = b"", now: float = 0.0, deadline: float = 10.0) -> Ticket:
@@ -131,6 +137,32 @@ def test_who_waits_goes_before_prefetches_and_takes_their_pages_along() -> None:
     assert numbers_of(batch_of(fetches)) == [1, 3]
 
 
+def test_a_peer_gets_what_is_near_and_others_go_on_to_look_far() -> None:
+    fetches = Fetches()
+    near = ask(fetches, 1, 2, far=False)
+    batch = batch_of(fetches)
+    assert not batch.far
+    far = ask(fetches, 2, session=2)
+    assert land(fetches, batch, HIT, MISS) == {near: [0, 1]}
+    assert near.status.tolist() == [HIT, MISS]
+    assert far.status.tolist() == [PENDING]
+    batch = batch_of(fetches)
+    assert (batch.far, numbers_of(batch)) == (True, [2])
+    land(fetches, batch, HIT)
+    assert far.status.tolist() == [HIT]
+
+
+def test_a_page_that_both_want_is_fetched_from_anywhere_and_near_and_far_do_not_mix() -> None:
+    fetches = Fetches()
+    near, far = ask(fetches, 1, 2, far=False), ask(fetches, 2, 3, session=2)
+    first, second = batch_of(fetches), batch_of(fetches)
+    assert [(each.far, numbers_of(each)) for each in (first, second)] == [(False, [1]), (True, [2, 3])]
+    land(fetches, second, HIT, MISS)
+    land(fetches, first, MISS)
+    assert near.status.tolist() == [MISS, HIT]
+    assert far.status.tolist() == [HIT, MISS]
+
+
 @pytest.mark.parametrize(
     ("codes", "state"),
     [
@@ -211,11 +243,15 @@ class Model(RuleBasedStateMachine):
         self.flying: list[Batch] = []
 
     @rule(
-        numbers=lists(integers(0, 11), min_size=1, max_size=6), session=integers(1, 3), namespace=sampled_from([7, 8]), wait=integers(1, 9)
+        numbers=lists(integers(0, 11), min_size=1, max_size=6),
+        session=integers(1, 3),
+        namespace=sampled_from([7, 8]),
+        wait=integers(1, 9),
+        far=booleans(),
     )
-    def asks(self, numbers: list[int], session: int, namespace: int, wait: int) -> None:
+    def asks(self, numbers: list[int], session: int, namespace: int, wait: int, far: bool) -> None:
         if len(self.fetches.by_session.get(session, ())) < TICKETS_PER_SESSION_MAX:
-            self.told[ask(self.fetches, *numbers, session=session, deadline=self.now + wait, namespace=namespace)] = {}
+            self.told[ask(self.fetches, *numbers, session=session, deadline=self.now + wait, namespace=namespace, far=far)] = {}
 
     @rule(numbers=lists(integers(0, 11), min_size=1, max_size=6), name=integers(0, 1 << 30), wait=integers(1, 9))
     def asks_for_later(self, numbers: list[int], name: int, wait: int) -> None:
@@ -244,7 +280,10 @@ class Model(RuleBasedStateMachine):
         self.fetches.land(self.now, batch, which, codes)
         for ticket, ended in expected.items():
             for place, code in ended:
-                self.told[ticket][place] = code
+                if code == HIT or batch.far or not ticket.far:
+                    self.told[ticket][place] = code
+                else:
+                    assert ticket.status[place] == PENDING, "it may still be had from far"
         if whole or len(left) == 1:
             self.flying.remove(batch)
 

@@ -18,6 +18,7 @@ from umbp.core.pool import Limits, Pool
 from umbp.grammar import Address
 from umbp.layout import Layout, Namespace
 from umbp.metrics import Metrics
+from umbp.pool.fetching import Fetching
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
 from umbp.store.index import IndexWriter, buckets_for
@@ -34,6 +35,8 @@ class FakeNode:
         table = IndexWriter(*arrays, 7, np.zeros(1, np.uint64))
         rows, counter = np.zeros((16, 256), np.uint64), np.zeros(1, np.uint64)
         self.pool = Pool(table, rows, counter, capacity, Limits(**limits), eviction=eviction, admission="always")
+        self.fetching = Fetching(self.pool, np.zeros(0, np.uint8), self.now, self.wake, ())
+        self.shelf = SimpleNamespace(granted_pages=0, stale_pages=0)
         self.config = PoolConfig(token=token, socket="/run/umbp/default.sock", http=Address(http, 7411))
         self.metrics = Metrics(lambda: readings(self))
         self.name, self.boot, self.dram_bytes, self.socket = "default", 123, capacity, self.config.socket

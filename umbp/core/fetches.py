@@ -11,6 +11,9 @@ the same page of the same namespace share one entry in `Fetches.pages`, so a pag
 A page that is RUNNING ends by `land` alone: who leaves cancels its own wait, not the fetch. Pages that somebody waits for (urgent) go
 before those of prefetches; a page of a prefetch that somebody comes to wait for moves up.
 
+A ticket that is not *far* is for what this node has itself (a peer's order): its pages are fetched from local sources only. A page that
+both kinds want is fetched as a far one; who comes with a far ticket while it is being looked for near by has it queued again if that fails.
+
 A ticket is over when none of its keys is PENDING, or at its deadline: then what is not there is BUSY, what is there counts. It stays until
 its session ends it, dies, or its time to fetch the answer is over.
 
@@ -50,6 +53,7 @@ class Page:
     key: bytes
     before: bytes
     urgent: bool
+    far: bool
     running: bool = False
     waiters: list[tuple[Ticket, int]] = field(default_factory=list)
 
@@ -69,6 +73,7 @@ class Ticket:
     request: str = ""
     payload: bytes = b""
     hold: float = 0.0  # seconds that a prefetch keeps its pages from eviction
+    far: bool = True  # other nodes may be asked
     started: bool = False
     expired: bool = False
     over_at: float = float("inf")
@@ -97,6 +102,7 @@ class Batch:
     row: int
     namespace: int
     pages: tuple[Page, ...]
+    far: bool = True
 
     @property
     def keys(self) -> U8:
@@ -157,6 +163,7 @@ class Fetches:
         before: bytes,
         deadline: float,
         hold: float = 0.0,
+        far: bool = True,
     ) -> Ticket:
         """A ticket for these keys. ``there``: which are in DRAM already. ``before``: the key before the first, or b"".
 
@@ -166,7 +173,7 @@ class Fetches:
         if session and len(mine) >= TICKETS_PER_SESSION_MAX:
             raise LimitReached(f"this session waits for {len(mine)} fetches, which is the limit", field="fetch")
         status = np.where(there, ReadStatus.HIT, PENDING).astype(np.uint8)
-        ticket = Ticket(self._next, session, row, namespace, keys, status, int(np.count_nonzero(~there)), deadline, hold=hold)
+        ticket = Ticket(self._next, session, row, namespace, keys, status, int(np.count_nonzero(~there)), deadline, hold=hold, far=far)
         self._next += 1
         self.tickets[ticket.number] = ticket
         if session:
@@ -249,11 +256,12 @@ class Fetches:
         queue = self._urgent or self._idle
         if not queue:
             return None
-        (namespace, _), row = next(iter(queue.items()))
+        (namespace, key), row = next(iter(queue.items()))
+        far = self.pages[namespace, key].far
         pages: list[Page] = []
         while queue and len(pages) < pages_max:
             name = next(iter(queue))
-            if name[0] != namespace:
+            if name[0] != namespace or self.pages[name].far != far:
                 break
             del queue[name]
             page = self.pages[name]
@@ -261,7 +269,7 @@ class Fetches:
             pages.append(page)
             for ticket, _ in page.waiters:
                 ticket.started = True
-        return Batch(row, namespace, tuple(pages))
+        return Batch(row, namespace, tuple(pages), far)
 
     def land(self, now: float, batch: Batch, which: list[int], status: U8) -> dict[Ticket, list[int]]:
         """These pages of the batch (indices) have come to an end with this status each. Who waited, and for which of them (indices)."""
@@ -273,13 +281,15 @@ class Fetches:
             page.running = False
             del self.pages[batch.namespace, page.key]
             counts["landed" if code == ReadStatus.HIT else "missed" if code == ReadStatus.MISS else "failed"] += 1
-            for ticket, place in page.waiters:
+            waiters, page.waiters = page.waiters, []
+            if code != ReadStatus.HIT and not batch.far:
+                waiters = self._look_farther(batch, page, waiters)
+            for ticket, place in waiters:
                 ticket.status[place] = code
                 ticket.left -= 1
                 waited.setdefault(ticket, []).append(at)
                 if ticket.over:
                     ticket.over_at = now
-            page.waiters = []
         return waited
 
     def expire(self, now: float) -> None:
@@ -335,16 +345,27 @@ class Fetches:
                 ticket.status[at] = ReadStatus.BUSY
                 ticket.left -= 1
                 return
-            page = self.pages[name] = Page(name[1], before, urgent)
+            page = self.pages[name] = Page(name[1], before, urgent, ticket.far)
             (self._urgent if urgent else self._idle)[name] = ticket.row
         else:
             self._count["merged"] += 1
             ticket.started |= page.running
+            page.far |= ticket.far and not page.running
             if urgent and not page.urgent:
                 page.urgent = True
                 if not page.running:
                     self._urgent[name] = self._idle.pop(name)
         page.waiters.append((ticket, at))
+
+    def _look_farther(self, batch: Batch, page: Page, waiters: list[tuple[Ticket, int]]) -> list[tuple[Ticket, int]]:
+        """A page that was not to be had near by is queued again for those who take it from anywhere; the others."""
+        more = [(ticket, place) for ticket, place in waiters if ticket.far]
+        if more:
+            name = (batch.namespace, page.key)
+            urgent = any(ticket.session for ticket, _ in more)
+            self.pages[name] = Page(page.key, page.before, urgent, True, waiters=more)
+            (self._urgent if urgent else self._idle)[name] = batch.row
+        return [(ticket, place) for ticket, place in waiters if not ticket.far]
 
     def _drop_waits(self, ticket: Ticket) -> None:
         """Take it off the pages that it waits for; what nobody wants then and has not begun goes."""

@@ -54,6 +54,7 @@ LOCATE_SECONDS_MAX = 0.1
 PLACES_MAX = 1024
 WRITER_SECONDS = (0.001, 0.02)  # between two looks whether another writer is done: first, longest
 SESSION = 0  # the pool's own
+PEERS = -1  # of all peers' orders together
 
 
 @dataclass(slots=True)
@@ -103,6 +104,7 @@ class Fetching:
         self._more = asyncio.Event()
         self._reads = asyncio.Semaphore(READS_MAX)
         self._batches = 0
+        self._over: dict[int, asyncio.Event] = {}  # of tickets that a task of this process waits for
 
     def __repr__(self) -> str:
         return f"<Fetching from {', '.join(source.name for source in self.sources) or 'nowhere'}: {self.fetches!r}>"
@@ -159,6 +161,25 @@ class Fetching:
             for _, offer in reversed(offers):  # the cheapest last, so that it counts
                 tiers[absent[offer.which]] = offer.tier
         return tiers
+
+    async def bring(self, account: Account, keys: U8, deadline: float) -> None:
+        """For a peer's order: have these pages in DRAM by then, if a source of this node has them."""
+        if not any(source.local for source in self.sources) or not len(keys):
+            return
+        now = self.now()
+        none = np.zeros(len(keys), bool)
+        with contextlib.suppress(LimitReached):
+            ticket = self.fetches.ask(now, PEERS, account.row, account.number, _names(keys), none, before=b"", deadline=deadline, far=False)
+            over = self._over[ticket.number] = asyncio.Event()
+            self._more.set()
+            try:
+                async with asyncio.timeout(max(0.0, deadline - now)):
+                    await over.wait()
+            except TimeoutError:
+                pass
+            finally:
+                del self._over[ticket.number]
+                self.end(PEERS, ticket.number)
 
     def session_ended(self, session: int) -> None:
         """Its waits end; leases go with the session."""
@@ -227,7 +248,8 @@ class Fetching:
                 codes[left] = ReadStatus.BUSY
                 return
             share = FIRST_SHARE if attempt == 0 else 1.0
-            offers = await self._offers(space, keys[left], excluded, self.now() + min(share * remaining, OFFERS_SECONDS_MAX))
+            until = self.now() + min(share * remaining, OFFERS_SECONDS_MAX)
+            offers = await self._offers(space, keys[left], excluded, until, far=batch.far)
             parts, nobody = self._deal(space, offers, left)
             if attempt == 0:
                 codes[left[nobody]] = ReadStatus.MISS
@@ -239,7 +261,7 @@ class Fetching:
                 return
 
     async def _offers(
-        self, space: Space, keys: U8, exclude: frozenset[str], deadline: float, *, peek: bool = False
+        self, space: Space, keys: U8, exclude: frozenset[str], deadline: float, *, peek: bool = False, far: bool = True
     ) -> list[tuple[Source, Offer]]:
         """Of all sources, the cheapest a page first. A source that fails or is late offers nothing."""
 
@@ -255,7 +277,7 @@ class Fetching:
                 return []
             return [(source, offer) for offer in offers if len(offer.which) and offer.place not in exclude]
 
-        made = await asyncio.gather(*(ask(source) for source in self.sources))
+        made = await asyncio.gather(*(ask(source) for source in self.sources if far or source.local))
         return sorted((pair for pairs in made for pair in pairs), key=lambda pair: pair[1].seconds / len(pair[1].which))
 
     def _deal(self, space: Space, offers: list[tuple[Source, Offer]], left: I64) -> tuple[list[Part], Mask]:
@@ -409,6 +431,11 @@ class Fetching:
             return
         now = self.now()
         waited = self.fetches.land(now, batch, which.tolist(), codes[which])
+        for ticket in waited:
+            if ticket.over and ticket.number in self._over:
+                self._over[ticket.number].set()
+        if self.fetches.queued:
+            self._more.set()  # what was not to be had near by is queued again
         hits = which[codes[which] == ReadStatus.HIT]
         account = self._account_or_none(batch)
         if not len(hits) or account is None:

@@ -9,6 +9,8 @@ from umbp.config import PoolConfig
 from umbp.core.pool import Pool
 from umbp.grammar import Address
 from umbp.metrics import Metrics
+from umbp.pool.fetching import Fetching
+from umbp.pool.shelf import PoolShelf
 
 State: TypeAlias = Literal["starting", "ready", "stopping"]
 
@@ -36,6 +38,10 @@ class Node(Protocol):
         """`Unavailable` while ``state`` is ``starting`` and there is no pool yet."""
         ...
 
+    @property
+    def fetching(self) -> Fetching: ...
+    @property
+    def shelf(self) -> PoolShelf: ...
     @property
     def config(self) -> PoolConfig: ...
     @property

@@ -61,6 +61,14 @@ SUMS = _counter("umbp_checksums_total", "Checksums made by the pool.")
 LOST = _counter("umbp_leases_lost_total", "Leases that ended by their time limit.")
 EXPIRED = _counter("umbp_reservations_expired_total", "Reservations that ended by their time limit.")
 
+FETCHING = _gauge("umbp_fetching_pages", "Pages on their way into DRAM from elsewhere.")
+FETCHED = _counter("umbp_fetched_pages_total", "Pages brought into DRAM.", "source")
+FETCHED_BYTES = _counter("umbp_fetched_bytes_total", "Bytes brought into DRAM.", "source")
+FETCH_FAILED = _counter("umbp_fetch_failed_pages_total", "Pages that a source offered and did not bring.", "source", "why")
+FETCH_MERGED = _counter("umbp_fetch_merged_pages_total", "Pages that were asked for while they were on their way already.")
+GRANTED = _counter("umbp_granted_pages_total", "Pages that other nodes were given to read.")
+STALE = _counter("umbp_granted_stale_pages_total", "Pages refused after they were read, as they might have changed meanwhile.")
+
 NS_HELD = _gauge("umbp_namespace_held_bytes", "Bytes of a namespace's objects.", *BY_NAMESPACE)
 NS_KEYS = _gauge("umbp_namespace_keys", "Keys of a namespace.", *BY_NAMESPACE)
 NS_QUOTA = _gauge("umbp_namespace_quota_bytes", "Quota; absent where there is none.", *BY_NAMESPACE)
@@ -82,6 +90,7 @@ def readings(node: Node) -> Iterator[Reading]:
     yield Reading(SESSIONS, len(node.sessions()))
     yield from _gauges(pool)
     yield from _counters(pool)
+    yield from _fetches(node)
     yield from _namespaces(pool)
 
 
@@ -122,6 +131,21 @@ def _counters(pool: Pool) -> Iterator[Reading]:
     yield Reading(SUMS, counters.sums)
     yield Reading(LOST, pool.leases.lost)
     yield Reading(EXPIRED, pool.writes.expired)
+
+
+def _fetches(node: Node) -> Iterator[Reading]:
+    fetching, shelf = node.fetching, node.shelf
+    statistics = fetching.fetches.statistics()
+    yield Reading(FETCHING, statistics.pages)
+    yield Reading(FETCH_MERGED, statistics.merged)
+    yield Reading(GRANTED, shelf.granted_pages)
+    yield Reading(STALE, shelf.stale_pages)
+    for source, counts in fetching.counts.items():
+        yield Reading(FETCHED, counts.pages, (source,))
+        yield Reading(FETCHED_BYTES, counts.size_bytes, (source,))
+        yield Reading(FETCH_FAILED, counts.missed, (source, "gone"))
+        yield Reading(FETCH_FAILED, counts.failed, (source, "failed"))
+        yield Reading(FETCH_FAILED, counts.refused, (source, "no_room"))
 
 
 def _namespaces(pool: Pool) -> Iterator[Reading]:

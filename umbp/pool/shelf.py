@@ -1,7 +1,8 @@
 """The pool as a peer reads from it: what an order gets is leased, with checksums, and looked at again when the reader has it.
 
-A page without a checksum gets one first, so that no page travels without. What a reader takes counts as asked for with the eviction policy,
-as pages that other nodes want are worth keeping; it does not count in the pool's own hit rate.
+Pages that are on this node's SSD alone are brought into DRAM first, and go from there. A page without a checksum gets one first, so that no
+page travels without. What a reader takes counts as asked for with the eviction policy, as pages that other nodes want are worth keeping; it
+does not count in the pool's own hit rate.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
+from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.errors import LimitReached, NotFound
 from umbp.policies.base import Request
@@ -20,17 +22,27 @@ from umbp.transport.base import GRANT_BYTES_MAX, Grant, Order
 from umbp.types import I64, U8, U64, Mask
 
 SESSION = 0  # the pool's own
+BRING_SHARE = 0.5  # of an order's time, for pages that must come from this node's SSD first
 SPARE_SECONDS = 1.0  # a lease outlives the order's time by this, so that it is never the lease that ends first
 
 
 class PoolShelf:
     """Fulfils `umbp.transport.base.Shelf` for one pool process."""
 
-    def __init__(self, name: str, pool: Pool, segment: Segment, make_sums: Callable[[I64, U64], Awaitable[U64]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        pool: Pool,
+        segment: Segment,
+        make_sums: Callable[[I64, U64], Awaitable[U64]],
+        bring: Callable[[Account, U8, float], Awaitable[None]],
+    ) -> None:
+        """``make_sums``: see `umbp.pool.sums`; ``bring``: `umbp.pool.fetching.Fetching.bring`."""
         self.name = name
         self.pool = pool
         self.segment = segment
         self.make_sums = make_sums
+        self.bring = bring
         self.granted_pages = 0
         self.stale_pages = 0  # refused after they were sent
 
@@ -59,6 +71,12 @@ class PoolShelf:
             return _nothing(len(keys), order.object_bytes)
         account = state.account
         found = self.pool.find_keys(account, keys)
+        if not found.hit.all():
+            number = account.number
+            await self.bring(account, keys[~found.hit], now + BRING_SHARE * (deadline - now))
+            if account.number != number:
+                return _nothing(len(keys), order.object_bytes)
+            now, found = time.monotonic(), self.pool.find_keys(account, keys)
         held = found.hit.copy()
         held[max(1, GRANT_BYTES_MAX // order.object_bytes) :] = False
         ids, versions = found.ids[held], found.versions[held]

@@ -1,0 +1,26 @@
+"""A real pool process that reads from other nodes, guided by whoever answers at PEERED_MASTER: `python -m tests.peered`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import uvloop
+
+from umbp.config import load_pool_config
+from umbp.pool.__main__ import set_up_logging
+from umbp.pool.guide import HttpGuide
+from umbp.pool.peers import Peers
+from umbp.pool.server import PoolServer
+from umbp.transport.http import HttpTransport
+
+
+async def serve() -> None:
+    config = load_pool_config(sys.argv[1:], {})
+    set_up_logging(config)
+    guide = HttpGuide(config.name, os.environ["PEERED_MASTER"].split(","))
+    await PoolServer(config, sources=[Peers(config.name, guide, {"http": HttpTransport(config.token)})]).run()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve())

@@ -1,0 +1,347 @@
+"""Pages of other nodes: real pools that read from one another, told who has what by a signpost, and what goes wrong between them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import umbp
+from tests.field.people import eventually, keys_of, open_namespace, values_of
+from tests.pools import PoolProcess
+from tests.signpost import Signpost
+from umbp import ReadStatus, Tier, WriteStatus
+from umbp.types import NOWHERE
+
+SIZE = 128 << 10
+HIT, MISS, BUSY, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.BUSY, ReadStatus.FAILED
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[Signpost]:
+    with Signpost() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def peered(master: Signpost) -> Iterator[Callable[..., PoolProcess]]:
+    """Makes pools that follow the signpost."""
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PEERED_MASTER", master.url)
+        yield lambda *options, **more: stack.enter_context(PoolProcess(*options, module="tests.peered", **more))
+
+
+@pytest.fixture(scope="module")
+def pools(peered: Callable[..., PoolProcess]) -> tuple[PoolProcess, PoolProcess]:
+    """Two that are not hurt by the tests."""
+    return peered(dram="32MiB"), peered(dram="32MiB")
+
+
+class Node:
+    """A pool and a client of it, with a namespace."""
+
+    def __init__(self, pool: PoolProcess, tenant: str, size: int = SIZE) -> None:
+        self.pool = pool
+        self.client = umbp.connect(pool.socket)
+        self.space = open_namespace(self.client, size, tenant=tenant)
+        self.size = size
+
+    def store(self, *numbers: int) -> None:
+        assert self.space.put(keys_of(*numbers), values_of(numbers, self.size)).all(WriteStatus.STORED, WriteStatus.EXISTS)
+
+    def get(self, *numbers: int, deadline: float | None = None) -> Any:
+        """Statuses; the bytes of what is a hit are compared."""
+        out = np.zeros((len(numbers), self.size), np.uint8)
+        statuses = self.space.get(keys_of(*numbers), out, deadline=deadline)
+        hits = np.flatnonzero(statuses.where(HIT))
+        assert (out[hits] == values_of([numbers[at] for at in hits], self.size)).all(), "wrong bytes"
+        return statuses
+
+    def metric(self, name: str) -> float:
+        with urllib.request.urlopen(f"{self.pool.http}/metrics") as answer:
+            lines = answer.read().decode().split("\n")
+        return float(next(line.split()[-1] for line in lines if line.startswith(name)))
+
+
+@pytest.fixture
+def nodes(pools: tuple[PoolProcess, PoolProcess], request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
+    made = tuple(Node(pool, request.node.name) for pool in pools)
+    yield made  # type: ignore[misc]
+    for node in made:
+        eventually(lambda node=node: node.client.status()["leases"] == 0, "nothing is held any more")
+        node.client.close()
+
+
+@pytest.fixture
+def node_of(peered: Callable[..., PoolProcess], request: pytest.FixtureRequest) -> Iterator[Callable[..., Node]]:
+    """One more, to be hurt."""
+    made: list[Node] = []
+
+    def make(*options: str, dram: str = "16MiB") -> Node:
+        made.append(Node(peered(*options, dram=dram), request.node.name))
+        return made[-1]
+
+    yield make
+    for node in made:
+        node.client.close()
+
+
+# -- good days -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_stored_on_one_node_is_found_and_got_on_another(nodes: tuple[Node, Node], master: Signpost) -> None:
+    a, b = nodes
+    a.store(*range(20))
+    b.store(0, 1)
+    master.add(a.pool, a.space, keys_of(*range(20)))
+    master.asked.clear()
+    tiers = b.space.locate(keys_of(*range(20), 404))
+    assert tiers.tolist() == [Tier.DRAM] * 2 + [Tier.REMOTE] * 18 + [NOWHERE]
+    assert [each[:3] for each in master.asked] == [("plan", 19, False)]  # nothing was counted as a hit
+    assert b.get(*range(20)).all(HIT)
+    assert master.asked[-1][:3] == ("plan", 18, True)
+    asked = len(master.asked)
+    assert b.get(*range(20)).all(HIT)
+    assert len(master.asked) == asked  # they are here now
+    assert b.space.lookup(keys_of(*range(20))).all()
+    assert b.metric('umbp_fetched_pages_total{source="peers"}') >= 18
+
+
+def test_pages_with_holes_between_them(nodes: tuple[Node, Node], master: Signpost) -> None:
+    a, b = nodes
+    a.store(1, 3, 4, 7)
+    master.add(a.pool, a.space, keys_of(1, 3, 4, 7))
+    statuses = b.get(0, 1, 2, 3, 4, 5, 6, 7)
+    assert statuses.where(HIT).tolist() == [False, True, False, True, True, False, False, True]
+    assert statuses.where(MISS).sum() == 4
+
+
+def test_a_plan_may_split_a_prefix_over_nodes(nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost) -> None:
+    a, b = nodes
+    c = node_of()
+    a.store(*range(10))
+    c.store(*range(10, 20))
+    master.add(a.pool, a.space, keys_of(*range(10)))
+    master.add(c.pool, c.space, keys_of(*range(10, 20)))
+    assert b.get(*range(20)).all(HIT)
+    assert c.metric("umbp_granted_pages_total") == 10
+
+
+def test_two_requesters_for_one_page_are_one_fetch(nodes: tuple[Node, Node], master: Signpost) -> None:
+    a, b = nodes
+    a.store(*range(30))
+    master.add(a.pool, a.space, keys_of(*range(30)))
+    before = a.metric("umbp_granted_pages_total")
+    others = [Node(b.pool, str(b.space.identity.tenant)) for _ in range(3)]
+    threads = [threading.Thread(target=lambda node=node: node.get(*range(30))) for node in (b, *others)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for node in others:
+        node.client.close()
+    assert a.metric("umbp_granted_pages_total") - before == 30
+    assert b.get(*range(30), deadline=0).all(HIT)
+
+
+def test_a_prefetch_brings_pages_of_another_node(nodes: tuple[Node, Node], master: Signpost) -> None:
+    a, b = nodes
+    a.store(*range(12))
+    master.add(a.pool, a.space, keys_of(*range(12)))
+    b.space.prefetch(keys_of(*range(12)), request_id="soon")
+    eventually(lambda: b.space.prefetch_status("soon").over, "it is over")
+    assert b.space.prefetch_status("soon").there.all()
+    assert b.get(*range(12), deadline=0).all(HIT)
+
+
+# -- bad days ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_the_master_believes_wrongly_is_asked_for_elsewhere(
+    nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost
+) -> None:
+    a, b = nodes
+    c = node_of()
+    a.store(1)
+    c.store(2)
+    master.add(a.pool, a.space, keys_of(1, 2, 3))  # 2 and 3 were evicted meanwhile
+    master.add(c.pool, c.space, keys_of(2))
+    assert b.get(1, 2, 3) == [HIT, HIT, MISS]
+    assert [a.pool.name] in [exclude[1:] for _, _, _, exclude in master.asked]
+
+
+def test_a_killed_peer_costs_its_pages_and_little_time(nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost) -> None:
+    """R-02: the first failure is found out once, then misses are quick; another replica is taken; all are told."""
+    _, b = nodes
+    c, d = node_of(), node_of()
+    for node in (c, d):
+        node.store(*range(100, 110))
+    c.store(*range(100))
+    b.store(*range(200, 250))
+    master.add(c.pool, c.space, keys_of(*range(110)))
+    master.add(d.pool, d.space, keys_of(*range(100, 110)))
+    c.pool.kill()
+    began = time.monotonic()
+    statuses = b.get(*range(200, 250), *range(110), deadline=1.0)
+    assert time.monotonic() - began < 2.0
+    assert statuses[:50].all(HIT)
+    assert statuses[50:150].all(FAILED, MISS)
+    assert statuses[150:].all(HIT)
+    assert any(node == c.pool.name for node, _ in master.failed)
+    began = time.monotonic()
+    for number in range(100):
+        assert b.get(number, deadline=1.0).all(MISS, FAILED)
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_frozen_peer_costs_its_pages_and_the_deadline_holds(
+    nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost
+) -> None:
+    """KV-16: a third of the pages is on a stopped node: the others in time, those within the deadline, nobody queued behind."""
+    a, b = nodes
+    c = node_of()
+    a.store(*range(20))
+    c.store(*range(20, 40))
+    b.store(*range(40, 60))
+    master.add(c.pool, c.space, keys_of(*range(20, 40)))
+    master.add(a.pool, a.space, keys_of(*range(20)))
+    c.pool.signal(signal.SIGSTOP)
+    try:
+        waits: list[float] = []
+        stop = threading.Event()
+
+        def others() -> None:
+            node = Node(b.pool, str(b.space.identity.tenant))
+            while not stop.is_set():
+                began = time.monotonic()
+                assert node.get(40, 41).all(HIT)
+                with node.space.lease(keys_of(40, 41)) as lease:
+                    assert lease.held.all()
+                waits.append(time.monotonic() - began)
+                time.sleep(0.005)
+            node.client.close()
+
+        thread = threading.Thread(target=others)
+        thread.start()
+        began = time.monotonic()
+        statuses = b.get(*range(60), deadline=1.0)
+        took = time.monotonic() - began
+        stop.set()
+        thread.join(10)
+        assert took < 2.0
+        assert statuses[:20].all(HIT)
+        assert statuses[20:40].all(FAILED, BUSY, MISS)
+        assert statuses[40:].all(HIT)
+        assert max(waits) < 0.5
+    finally:
+        c.pool.signal(signal.SIGCONT)
+    eventually(lambda: b.get(*range(20, 40)).all(HIT), "it is asked again when it is well")
+
+
+def test_a_wrong_address_is_found_out_by_who_answers_there(
+    nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost
+) -> None:
+    a, b = nodes
+    c = node_of()
+    a.store(1, 2, 3, 4)
+    c.store(1)
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        master.add(a.pool, a.space, keys_of(1), addresses={"http": str(c.pool.ready["http"])})  # another pool
+        master.add(c.pool, c.space, keys_of(1))
+        master.add(a.pool, a.space, keys_of(2), addresses={"http": f"127.0.0.1:{deaf.getsockname()[1]}"}, node="deaf")
+        master.add(a.pool, a.space, keys_of(3), addresses={"http": "not an address::"}, node="nonsense")
+        master.add(a.pool, a.space, keys_of(4), addresses={"carrier-pigeon": "coop 7"}, node="pigeon")
+        began = time.monotonic()
+        statuses = b.get(1, 2, 3, 4, deadline=1.0)
+        assert time.monotonic() - began < 2.0
+    assert statuses[0] == HIT
+    assert statuses[1:].all(FAILED, MISS, BUSY)
+    assert {"deaf", "nonsense", "pigeon", a.pool.name} <= {node for node, _ in master.failed}
+
+
+def test_a_peer_that_was_restarted_is_another(nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost) -> None:
+    _, b = nodes
+    c = node_of()
+    c.store(1, 2)
+    master.add(c.pool, c.space, keys_of(1, 2))
+    assert b.get(1).all(HIT)
+    c.pool.restart()
+    assert b.get(2).all(FAILED, MISS)  # the plan was for its life before
+    master.table.clear()
+    master.add(c.pool, c.space, keys_of(1, 2))
+    eventually(lambda: b.get(2).all(HIT), "it is asked again under its new boot id")
+
+
+def test_a_peer_that_evicts_while_it_sends_gives_the_right_bytes_or_none(
+    nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost
+) -> None:
+    _, b = nodes
+    c = node_of(dram="8MiB")
+    stop = threading.Event()
+
+    def churn() -> None:
+        node = Node(c.pool, str(c.space.identity.tenant))
+        number = 0
+        while not stop.is_set():
+            number = (number + 8) % 400
+            node.space.put(keys_of(*range(number, number + 8)), values_of(range(number, number + 8), SIZE))
+        node.client.close()
+
+    master.add(c.pool, c.space, keys_of(*range(408)))
+    thread = threading.Thread(target=churn)
+    thread.start()
+    try:
+        hits = 0
+        chance = np.random.default_rng(3)
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until:
+            start = int(chance.integers(0, 400))
+            hits += int(b.get(*range(start, start + 8), deadline=0.5).where(HIT).sum())
+            b.space.remove(keys_of(*range(start, start + 8)))
+        assert hits > 20
+    finally:
+        stop.set()
+        thread.join(10)
+
+
+def test_a_full_node_with_a_full_neighbour(node_of: Callable[..., Node], master: Signpost) -> None:
+    c, d = node_of(dram="4MiB"), node_of(dram="4MiB")
+    for start, node in ((0, c), (100, d)):
+        node.store(*range(start, start + 28))
+        master.add(node.pool, node.space, keys_of(*range(start, start + 28)))
+    with d.space.lease(keys_of(*range(100, 128))) as lease:  # all that is there is leased: nothing fits
+        assert lease.held.all()
+        statuses = d.get(*range(28), deadline=1.0)
+        assert statuses.where(HIT).sum() < 6
+        assert statuses.all(HIT, BUSY)
+        assert lease.check().all()
+    assert d.get(*range(10), deadline=2.0).all(HIT)
+    assert c.get(*range(100, 110), deadline=2.0).all(HIT, MISS, BUSY)
+    for node in (c, d):
+        eventually(lambda node=node: node.client.status()["leases"] == 0, "nothing is held any more")
+
+
+def test_a_master_that_is_slow_or_gone_leaves_what_is_here(node_of: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Signpost() as other:
+        monkeypatch.setenv("PEERED_MASTER", other.url)
+        with PoolProcess(module="tests.peered", dram="8MiB") as pool:
+            node = Node(pool, "lonely")
+            node.store(1)
+            other.delay = 5.0
+            began = time.monotonic()
+            assert node.get(1, 2, deadline=1.0) == [HIT, MISS]
+            assert time.monotonic() - began < 1.5
+            began = time.monotonic()
+            for _ in range(20):
+                assert node.get(1, 2, deadline=1.0) == [HIT, MISS]
+                assert node.space.locate(keys_of(1, 2)).tolist() == [Tier.DRAM, NOWHERE]
+            assert time.monotonic() - began < 2.0
+            node.client.close()

@@ -1,0 +1,173 @@
+"""Other nodes as a source: the master says who has what and how soon it would be here, a transport brings it, what it took is told back.
+
+Theory of operation
+-------------------
+For the pages of a batch the master's plan is asked for: runs of the list, each from the node and tier that serves it fastest. Where the
+list has holes (a plan ends at the first page that nobody has), the rest is asked for by what anybody has of it. A plan is a hint: what its
+node does not hold any more is a miss, and is asked for once more with that node left out.
+
+What each read took is told to the master (`take_measured`, with the heartbeats), in bytes and seconds per node and tier, from which the
+next plans are made. That a node failed is told at once, so that it is avoided by all, not only by who found out; this pool does without it
+for a while of its own accord (`umbp.pool.fetching`).
+
+A master that does not answer costs its share of a fetch's time once; then it is not asked for a second, pages elsewhere are misses, and
+what this node has goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from umbp.core import plans
+from umbp.errors import ConfigError, UmbpError, Unavailable
+from umbp.grammar import parse_address
+from umbp.pool.sources import Offer, Space, Taken
+from umbp.transport.base import Peer, Transport
+from umbp.types import I64, U8, Mask, ReadStatus, Tier
+
+log = logging.getLogger("umbp.pool.peers")
+READ_BYTES_MAX = 16 << 20  # 6 ms of a link of 25 Gbit/s
+MEASURED_MAX = 256  # kept for the next heartbeat; the oldest go
+PLACE = "node "  # how a node is called among places, so that no disk has the same name
+TELL_SECONDS_MAX = 1.0
+HOLES_MAX = 4  # plans for one batch. What is believed to be held is planned at the second, but for pages of nodes that were left out
+
+
+class Guide(Protocol):
+    """Who knows which node has what: the master, as `umbp.pool.guide` reaches it."""
+
+    async def plan(self, namespace: str, keys: U8, exclude: list[str], deadline: float, *, count: bool) -> plans.Plan:
+        """Who serves these keys, (n, 32), root first. ``count``: a load follows."""
+        ...
+
+    async def held(self, namespace: str, keys: U8, deadline: float) -> Mask:
+        """Which of these keys any node has, (n,) bool."""
+        ...
+
+    async def failed(self, node: str, why: str) -> None:
+        """A fetch from that node failed."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One read as it was here: so many bytes of that node's tier took so long."""
+
+    node: str
+    tier: Tier
+    size_bytes: int
+    seconds: float
+
+
+class Peers:
+    """Fulfils `umbp.pool.sources.Source`. ``transports``: those this node has, the best first."""
+
+    name = "peers"
+    local = False
+    read_bytes_max = READ_BYTES_MAX
+
+    def __init__(self, node: str, guide: Guide, transports: Mapping[str, Transport]) -> None:
+        self.node = node
+        self.guide = guide
+        self.transports = dict(transports)
+        self._measured: deque[Measured] = deque(maxlen=MEASURED_MAX)
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def __repr__(self) -> str:
+        return f"<Peers of {self.node} by {', '.join(self.transports)}>"
+
+    async def offers(self, space: Space, keys: U8, exclude: frozenset[str], deadline: float, *, peek: bool) -> list[Offer]:
+        """See `umbp.pool.sources.Source`."""
+        namespace = space.digest.hex()
+        without = [self.node, *(each.removeprefix(PLACE) for each in exclude if each.startswith(PLACE))]
+        if self._telling:  # that a node failed must be known before it is asked who else there is
+            await asyncio.wait(self._telling, timeout=max(0.0, deadline - time.monotonic()) / 2)
+        which: I64 = np.arange(len(keys))
+        offers: list[Offer] = []
+        for _ in range(HOLES_MAX):
+            plan = await self.guide.plan(namespace, keys[which], without, deadline, count=not peek)
+            offers += self._offers(plan, which)
+            which = which[plan.pages + 1 :]  # the one after the plan's last is nobody's
+            if len(which):
+                which = which[await self.guide.held(namespace, keys[which], deadline)]
+            if not len(which):
+                break
+        return offers
+
+    async def read(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64, deadline: float) -> Taken:
+        """See `umbp.pool.sources.Source`."""
+        run = offer.handle
+        assert isinstance(run, plans.Run)
+        began = time.monotonic()
+        try:
+            transport, peer = self._way(run.source)
+            moved = await transport.read(peer, space.digest.hex(), space.object_bytes, keys, data, offsets, deadline)
+        except (UmbpError, OSError, TimeoutError) as error:
+            self._tell(run.source.node, f"{type(error).__name__}: {error}")
+            raise
+        if moved.size_bytes and (moved.status == ReadStatus.HIT).all():
+            self._measured.append(Measured(run.source.node, run.tier, moved.size_bytes, time.monotonic() - began))
+        return Taken(moved.status, moved.sums, verified=True)
+
+    async def promoted(self, space: Space, offer: Offer, keys: U8) -> None:
+        """Nothing: the master hears of the copy here, and advises that node to let go of its own when it needs the room."""
+
+    def take_measured(self) -> list[Measured]:
+        """What was measured since this was asked last."""
+        measured = list(self._measured)
+        self._measured.clear()
+        return measured
+
+    async def close(self) -> None:
+        """See `umbp.pool.sources.Source`."""
+        for task in self._telling:
+            task.cancel()
+        await asyncio.gather(*self._telling, return_exceptions=True)
+        for transport in self.transports.values():
+            await transport.close()
+        await self.guide.close()
+
+    # -- steps of it -------------------------------------------------------------------------------------------------------------------
+
+    def _offers(self, plan: plans.Plan, which: I64) -> list[Offer]:
+        """The runs of other nodes. ``which``: the caller's indices of the keys that were asked about."""
+        return [
+            Offer(PLACE + run.source.node, Tier.REMOTE, which[run.start : run.stop], run.seconds, run)
+            for run in plan.runs
+            if run.source.node != self.node
+        ]
+
+    def _way(self, source: plans.Source) -> tuple[Transport, Peer]:
+        """The best transport that both have. Unavailable if there is none."""
+        for name, transport in self.transports.items():
+            if (text := source.addresses.get(name)) is not None:
+                try:
+                    return transport, Peer(source.node, source.boot, parse_address(text))
+                except ConfigError as error:
+                    raise Unavailable(f"{source.node} says that it is at {error}") from None
+        raise Unavailable(f"{source.node} is reached by {', '.join(source.addresses)}, this node has {', '.join(self.transports)}")
+
+    def _tell(self, node: str, why: str) -> None:
+        """Let the master know, without waiting for it."""
+
+        async def tell() -> None:
+            with contextlib.suppress(UmbpError, OSError, TimeoutError):
+                async with asyncio.timeout(TELL_SECONDS_MAX):
+                    await self.guide.failed(node, why)
+
+        task = asyncio.get_running_loop().create_task(tell())
+        self._telling.add(task)
+        task.add_done_callback(self._telling.discard)
