@@ -40,6 +40,7 @@ import numpy as np
 
 from umbp.client import Lease, Namespace, connect
 from umbp.integrations import versions
+from umbp.integrations.kv_events import Publisher, Residents
 from umbp.integrations.windows import windows_that_are_whole
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader import Load, Loader
@@ -66,7 +67,7 @@ try:
     from sglang.srt.utils import get_device_module
 
     from umbp.integrations.sglang_offloads import Node, OffloadQueue, Part
-    from umbp.integrations.sglang_place import Place, Settings, open_namespace
+    from umbp.integrations.sglang_place import Place, Settings, data_parallel_rank, open_namespace
     from umbp.integrations.sglang_pools import Bundle, bundles, device_group, keys_of
 except ImportError as error:
     raise versions.does_not_fit("sglang", KNOWN, str(error)) from error
@@ -184,6 +185,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._asked: deque[U8] = deque(maxlen=PROMPTS_REMEMBERED_MAX)
         loaders = [shelf.loader for shelf in self.shelves]
         self._offloads = OffloadQueue(loaders, self._was_stored, self._before, f"umbp-offload-tp{place.tp_rank}")
+        self._residents = self._publish() if settings.events and place.first else None
         self._count = dict.fromkeys(("lookups", "pages_asked", "pages_found", "loads", "refused_loads", "failed_batches"), 0)
         log.info("UMBP on %s: %s; rank %d of %d, group of %d", self._pool, self.shelves, place.tp_rank, place.tp_size, len(near))
 
@@ -226,6 +228,8 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 return []
         found = list(range(1, pages + 1)) if ends is None else (np.flatnonzero(ends) + 1).tolist()
         self._count["pages_found"] += found[-1] if found else 0
+        if found and self._residents is not None:
+            self._residents.there(keys[: found[-1]])
         return found
 
     def _stored(self, shelf: Shelf, keys: U8, rid: str) -> Mask:
@@ -379,6 +383,24 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _was_stored(self, node: Node) -> None:
         """A node's pages are all in the pool."""
+        if self._residents is not None and 0 in node.parts:
+            keys = node.parts[0].keys
+            self._residents.there(keys, self._before(keys[0]), node.session)
+
+    def _publish(self) -> Residents:
+        """Events of the pages of the first bundle, which is of KV."""
+        namespace, page_tokens = self.shelves[0].namespace, self.pool_group.page_size
+
+        def look(keys: U8) -> Mask | None:
+            found = namespace.operations.look(keys)
+            return None if found is None else found.found.hit
+
+        settings = self.settings
+        assert settings.events is not None
+        publisher = Publisher(settings.events, rank=data_parallel_rank(), topic=settings.events_topic, replay=settings.events_replay)
+        log.info("what the pool holds is published on %s", publisher.endpoint)
+        self._publisher = publisher
+        return Residents(publisher, look, page_tokens)
 
     def num_completed_offloads(self) -> int:
         """Results that can be popped now."""
@@ -407,6 +429,9 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.reset()
         self._offloads.close()
         self._errands.shutdown(wait=True)
+        if self._residents is not None:
+            self._residents.close()
+            self._publisher.close()
         self._close_shelves()
 
     def _close_shelves(self) -> None:

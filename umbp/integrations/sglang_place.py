@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.disaggregation.kv_events import select_kv_publisher_dp_rank
+from sglang.srt.runtime_context import get_parallel
 
 from umbp.client import Namespace, Pool
 from umbp.errors import InvalidRequest
@@ -46,7 +48,8 @@ class Settings:
     arguments. ``group``: whether ranks with the same KV load together. ``staging``: segment memory a rank for that. ``deadline_seconds``: a
     load that takes longer has failed. ``protect_seconds``: how long the scheduler waits for the lease of an admitted request.
     ``copy_threads``: cores of a rank that copy. ``meet_seconds``, ``patience_seconds``: how long a rank waits for the others at the start
-    of a load, and for a sign of them later, before it does without.
+    of a load, and for a sign of them later, before it does without. ``events``: where rank 0 publishes what the pool holds, as
+    ``tcp://*:5560``, with ``events_replay`` and ``events_topic``; a data parallel rank takes the port that much higher.
     """
 
     pool: str | None = None
@@ -61,6 +64,9 @@ class Settings:
     copy_threads: int | None = None
     meet_seconds: float = 0.005
     patience_seconds: float = 0.02
+    events: str | None = None
+    events_replay: str | None = None
+    events_topic: str = ""
 
     @classmethod
     def of(cls, extra_config: Any) -> Settings:
@@ -118,6 +124,11 @@ class Place:
         """Whether no other rank has to take the same decisions as this one."""
         return self.tp_size == self.cp_size == self.pp_size == 1
 
+    @property
+    def first(self) -> bool:
+        """Whether this is the one rank of an independent cache that speaks for it."""
+        return self.tp_rank == self.cp_rank == self.pp_rank == 0
+
     def neighbours(self, boot: int) -> tuple[str, list[int]]:
         """All ranks of the attention group call this once: a name that those with this pool share, and their ranks, ascending."""
         machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -142,6 +153,15 @@ class Place:
             meet_seconds=settings.meet_seconds,
             patience_seconds=settings.patience_seconds,
         )
+
+
+def data_parallel_rank() -> int:
+    """Which of SGLang's independent caches this one is, as its own events count them."""
+    parallel = get_parallel()
+    try:
+        return int(select_kv_publisher_dp_rank(parallel.attn_dp_size, parallel.attn_dp_rank, parallel.dp_rank))
+    except (AttributeError, AssertionError, RuntimeError, ValueError):  # not set, as where there is one cache only
+        return 0
 
 
 def open_namespace(pool: Pool, bundle: Bundle, settings: Settings, place: Place, server_args: Any, page_tokens: int) -> Namespace:

@@ -1,0 +1,92 @@
+"""What the linker publishes, read by SGLang's own types: its hashes, and what a router would believe after stores, finds and evictions."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVEventBatch, StorageMedium
+from sglang.srt.mem_cache.utils import hash_str_to_int64
+
+import umbp
+from tests.engines.sglang.engine import Engine, configured, prompt
+from tests.field.people import eventually
+from tests.pools import PoolProcess
+
+
+@pytest.fixture(autouse=True)
+def _configured() -> Iterator[None]:
+    with configured():
+        yield
+
+
+class Router:
+    """Believes what it is told, as SGLang's own subscribers decode it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.SUB)
+        self.socket.setsockopt_string(zmq.SUBSCRIBE, "")
+        self.socket.connect(endpoint)
+        self.decoder = msgspec.msgpack.Decoder(KVEventBatch)
+        self.blocks: dict[int, str | None] = {}
+        self.stored: list[Any] = []
+
+    def hear(self) -> dict[int, str | None]:
+        while self.socket.poll(50):
+            for event in self.decoder.decode(self.socket.recv_multipart()[2]).events:
+                if isinstance(event, BlockStored):
+                    self.stored.append(event)
+                    self.blocks |= dict.fromkeys(event.block_hashes, event.medium)
+                elif isinstance(event, BlockRemoved):
+                    for each in event.block_hashes:
+                        self.blocks.pop(each, None)
+        return self.blocks
+
+    def close(self) -> None:
+        self.context.destroy(linger=0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_router_knows_what_the_pool_holds(server: PoolProcess) -> None:
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    with Engine("mla", server.socket, tenant="events", events=endpoint) as engine:
+        router = Router(endpoint)
+        warm = prompt(9, 1, engine.page)
+        for number in range(100):  # until the subscription has arrived
+            engine.compute(prompt(100 + number, 1, engine.page), seed=1)
+            if router.hear():
+                break
+        engine.compute(warm, seed=1)
+        tokens = prompt(1, 8, engine.page)
+        keys = [key.tobytes().hex() for key in umbp.page_keys(tokens, engine.page)]
+        hashes = [hash_str_to_int64(key) for key in keys]
+        engine.match(tokens, "r0")
+        engine.compute(tokens, seed=7)
+        eventually(lambda: set(hashes) <= set(router.hear()), "all pages are told")
+        assert {router.blocks[each] for each in hashes} == {StorageMedium.EXTERNAL.value}
+        (event,) = [each for each in router.stored if each.block_hashes == hashes]
+        assert (event.block_size, event.token_ids, event.parent_block_hash) == (engine.page, [], None)
+        engine.linker.shelves[0].namespace.remove(umbp.page_keys(tokens, engine.page)[6:])
+        eventually(lambda: not set(hashes[6:]) & set(router.hear()), "what went is told")
+        assert set(hashes[:6]) <= set(router.blocks)
+    again = f"tcp://127.0.0.1:{free_port()}"
+    with Engine("mla", server.socket, tenant="events", events=again) as engine:  # a new engine, of what it finds
+        other = Router(again)
+        for number in range(200):
+            engine.match(tokens, f"r{number}")
+            engine.match(prompt(100 + number % 100, 1, engine.page), f"s{number}")
+            if set(hashes[:6]) <= set(other.hear()) or other.blocks:
+                break
+        assert other.blocks
+        other.close()
+    router.close()
