@@ -24,4 +24,5 @@ def does_not_fit(engine: str, known: tuple[str, ...], what: str) -> ImportError:
 def remark(engine: str, known: tuple[str, ...]) -> str:
     """A line for the log where the version is another and everything needed is there; "" where it is a known one."""
     version = installed(engine)
-    return "" if version in known else f"{engine} {version} was not run with this version of umbp (it was with {', '.join(known)})"
+    is_known = version.partition("+")[0] in known  # also as a build for some accelerator, such as 0.33.0+rocm
+    return "" if is_known else f"{engine} {version} was not run with this version of umbp (it was with {', '.join(known)})"

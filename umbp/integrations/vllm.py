@@ -21,6 +21,9 @@ one cache group of plain attention): the forward pass starts with the first laye
 *Failures.* A block that vanished after the lookup, a pool that is down, a deadline: exactly those blocks are reported. vLLM recomputes them
 if `kv_load_failure_policy` is "recompute"; its default, "fail", ends the request, so that is warned about.
 
+*Blocks that are not in DRAM* count where `"lookup_async": true` lets a lookup make a call outside of the scheduler's thread; a load then
+brings them, within its deadline.
+
 *Settings* of `kv_connector_extra_config`, beside vLLM's own: ``umbp_pool`` (socket; else UMBP_POOL, else the default), ``umbp_tenant``,
 ``umbp_deadline_seconds`` (10), ``umbp_group`` (true: ranks that hold the same bytes load together).
 """
@@ -35,38 +38,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from umbp.errors import ConfigError
+from umbp.integrations import versions
 
+KNOWN = ("0.33.0",)
+NEEDED = ("_submit_loads", "_drain_load_jobs")  # of vLLM's worker half, for loads by layers
 try:
-    from vllm import __version__ as VLLM_VERSION  # noqa: N812
     from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
     from vllm.distributed.kv_transfer.kv_connector.v1 import umbp as upstream
     from vllm.distributed.kv_transfer.kv_connector.v1.umbp.data import UMBPHandshakeMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.umbp.worker import UMBPStoreConnectorWorker
+
+    from umbp.integrations.vllm_blocks import BlockGroup, Engine
+    from umbp.integrations.vllm_runtime import Lookups, Runtime, Settings, Transfers
 except ImportError as error:
-    raise ImportError(f"umbp.integrations.vllm needs vLLM with its UMBPStoreConnector, such as 0.33.0: {error}") from error
-from umbp.integrations.vllm_blocks import BlockGroup, Engine
-from umbp.integrations.vllm_runtime import Lookups, Runtime, Settings, Transfers
+    raise versions.does_not_fit("vllm", KNOWN, str(error)) from error
+if unmet := [name for name in NEEDED if not hasattr(UMBPStoreConnectorWorker, name)]:
+    raise versions.does_not_fit("vllm", KNOWN, f"its UMBPStoreConnectorWorker lacks {', '.join(unmet)}")
 
 log = logging.getLogger("umbp.integrations.vllm")
-RUN_WITH = ("0.33.0",)
-NEEDED = ("_submit_loads", "_drain_load_jobs")  # of vLLM's worker half, for loads by layers
 OPTIONS = ("umbp_pool", "umbp_tenant", "umbp_deadline_seconds", "umbp_group")
 MODE = "embedded"
 
 _settings: ContextVar[Settings | None] = ContextVar("umbp_vllm_settings", default=None)
-
-
-def check_version(version: str, missing: list[str]) -> str:
-    """What to warn of, "" if nothing. ConfigError if this vLLM lacks something that is needed."""
-    if missing:
-        raise ConfigError(
-            f"vLLM {version} is not one that umbp.integrations.vllm knows ({', '.join(RUN_WITH)}): it lacks {', '.join(missing)}. "
-            "Use one of those, or umbp.integrations.vllm_offloading",
-            field="vllm",
-            example=f"vllm=={RUN_WITH[-1]}",
-        )
-    known = version.partition("+")[0] in RUN_WITH
-    return "" if known else f"vLLM {version} was not run with umbp.integrations.vllm ({', '.join(RUN_WITH)} were); it has what is needed"
 
 
 def settings_of(vllm_config: Any, kv_cache_config: Any) -> Settings:
@@ -97,6 +90,7 @@ def settings_of(vllm_config: Any, kv_cache_config: Any) -> Settings:
         deadline_seconds=float(deadline),
         by_group=options.get("umbp_group", True),
         events=bool(events and events.enable_kv_cache_events),
+        elsewhere=bool(options.get("lookup_async", False)),
     )
 
 
@@ -220,6 +214,6 @@ class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
         return super().get_transfer_results(finished_req_ids)
 
 
-if warning := check_version(VLLM_VERSION, [name for name in NEEDED if not hasattr(UMBPStoreConnectorWorker, name)]):
-    log.warning(warning)
+if remark := versions.remark("vllm", KNOWN):
+    log.warning(remark)
 register()

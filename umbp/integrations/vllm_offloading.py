@@ -38,7 +38,11 @@ import numpy as np
 
 from umbp.client import Lease, Namespace, Pool, connect
 from umbp.errors import ConfigError, LimitReached, Unavailable
+from umbp.integrations import versions
+from umbp.layout import KEYS_PER_CALL_MAX, Layout
+from umbp.types import U8, Mask, ReadStatus
 
+KNOWN = ("0.33.0",)
 try:
     from vllm.v1.kv_offload.base import (
         Locality,
@@ -47,18 +51,18 @@ try:
         OffloadingEvent,
         OffloadingManager,
         OffloadingSpec,
+        OffloadingWorker,
         PrepareStoreOutput,
         RequestOffloadingContext,
         get_offload_block_hash,
         get_offload_group_idx,
         make_offload_key,
     )
+
+    from umbp.integrations.vllm_blocks import BlockGroup, Engine, Watch, page_keys_of
+    from umbp.integrations.vllm_mover import Blocks, Mover
 except ImportError as error:
-    raise ImportError(f"umbp.integrations.vllm_offloading needs vLLM with its offloading specs, such as 0.33.0: {error}") from error
-from umbp.integrations.vllm_blocks import BlockGroup, Engine, Watch, page_keys_of
-from umbp.integrations.vllm_mover import Blocks, Mover
-from umbp.layout import KEYS_PER_CALL_MAX, Layout
-from umbp.types import U8, Mask, ReadStatus
+    raise versions.does_not_fit("vllm", KNOWN, str(error)) from error
 
 log = logging.getLogger("umbp.integrations.vllm")
 OPTIONS = ("umbp_pool", "umbp_tenant", "umbp_revision")
@@ -406,3 +410,10 @@ class UMBPOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
         mover.open({group.number: facts.open(pool, group, rank) for group in mover.groups}, facts.engine, facts.engine_id, rank)
         Notes(pool, facts).write(rank, mover.groups)
         return mover
+
+
+for asked, ours in ((OffloadingManager, Catalog), (OffloadingWorker, Mover), (OffloadingSpec, UMBPOffloadingSpec)):
+    if unmet := getattr(ours, "__abstractmethods__", ()):
+        raise versions.does_not_fit("vllm", KNOWN, f"its {asked.__name__} also has {', '.join(sorted(unmet))}")
+if remark := versions.remark("vllm", KNOWN):
+    log.warning(remark)

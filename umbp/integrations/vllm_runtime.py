@@ -1,8 +1,10 @@
 """The pool behind vLLM's UMBPStoreConnector: what the connector asks of a runtime, in the scheduler and in each worker.
 
-`Lookups` (scheduler) answers which blocks are stored, from the shared index and without a call. It knows each worker's layout from the
-workers' handshake: the scheduler's own configuration has flattened it. A lookup leaves no trace in the access history, as the connector
-also asks for its own bookkeeping; the connector of `umbp.integrations.vllm` tells `asked` once per admitted request.
+`Lookups` (scheduler) answers which blocks are stored, from the shared index and without a call; with vLLM's ``lookup_async``, in threads
+of vLLM's, also which ones the pool can bring into its DRAM (SSD, other nodes), with one call where some are not there. It knows each
+worker's layout from the workers' handshake: the scheduler's own configuration has flattened it. A lookup leaves no trace in the access
+history, as the connector also asks for its own bookkeeping; the connector of `umbp.integrations.vllm` tells `asked` once per admitted
+request.
 
 `Transfers` (worker) moves blocks. A job of the connector is one load or offload of a `Loader` for each cache group in it, and is planned
 from columns (keys, block ids): the byte ranges per block and layer that vLLM could make for it are never made. Stores are visible when
@@ -14,6 +16,7 @@ given `"kv_load_failure_policy": "recompute"`. Nothing here raises into the work
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -30,7 +33,7 @@ from umbp.errors import UmbpError, Unavailable
 from umbp.integrations.vllm_blocks import BlockGroup, Engine, Place, Watch, block_rows, groups_of, hashes_of, page_keys_of, place_of, split
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader import Group, Load, Loader, Offload
-from umbp.types import I64, U8, Mask, WriteStatus
+from umbp.types import I64, NOWHERE, U8, Mask, WriteStatus
 
 log = logging.getLogger("umbp.integrations.vllm")
 TAILS_MAX = 4096  # requests whose last page is remembered, so that the next one is stored as its child
@@ -48,6 +51,7 @@ class Settings:
     deadline_seconds: float
     by_group: bool
     events: bool
+    elsewhere: bool = False  # lookups may make a call for what is not in DRAM
 
 
 class Runtime:
@@ -73,6 +77,7 @@ class Lookups:
 
     def __init__(self, settings: Settings, namespace: str, topology: Any) -> None:
         self._engine = settings.engine
+        self._elsewhere = settings.elsewhere
         self._namespace = namespace
         self._ranks = sorted({(tp // settings.engine.copies, pcp) for tp, pcp, _, _ in topology.all_namespaces()})
         self._pool = connect(settings.address, client=f"vllm scheduler {settings.engine_id}"[:64])
@@ -101,8 +106,7 @@ class Lookups:
             hashes = [keys[index][len(prefix) + 1 :] for index in indices]
             same = (place, ":".join(hashes))
             if same not in known:
-                look = namespace.operations.look(page_keys_of(hashes))
-                known[same] = look.found.hit if look is not None else np.zeros(len(indices), bool)
+                known[same] = self._stored(namespace, page_keys_of(hashes))
             found[indices] = known[same]
         answer: list[bool] = found.tolist()
         return answer
@@ -127,6 +131,14 @@ class Lookups:
     def close(self) -> None:
         """Let go of the pool."""
         self._pool.close()
+
+    def _stored(self, namespace: Namespace, keys: U8) -> Mask:
+        look = namespace.operations.look(keys)
+        hit: Mask = look.found.hit if look is not None else np.zeros(len(keys), bool)
+        if self._elsewhere and namespace.operations.may_fetch and not hit.all():
+            with contextlib.suppress(UmbpError):  # the pool went: what is in DRAM is known all the same
+                hit = namespace.locate(keys) != NOWHERE
+        return hit
 
     def _place(self, prefix: str) -> Place | None:
         if prefix not in self._places:

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.umbp.data import BlockLoadBatc
 
 from tests.engines.vllm.engine import EngineProcess, stored_bytes
 from tests.engines.vllm.world import BLOCK, LAYERS, Options, World, prompt
-from tests.field.people import eventually
+from tests.field.people import bytes_of, eventually, keys_of
 from tests.pools import PoolProcess
 from umbp.integrations.vllm_blocks import page_keys_of
 from umbp.integrations.vllm_runtime import Lookups, Transfers
@@ -185,6 +185,22 @@ def test_new_weights_leave_nothing(options: Options) -> None:
         world.serve("a", prompt(1, 5))
         assert world.scheduler.reset_prefix_cache(reset_connector=True)
         assert world.serve("b", prompt(1, 5)) == (0, 5 * BLOCK + 3)
+
+
+def test_blocks_that_are_not_in_dram_count_where_lookups_may_take_their_time(options: Options) -> None:
+    there, nowhere = keys_of(1001, 5001), keys_of(404)
+    keys = [f"x:tp0:pcp0:dcp0:pp0:g0:{key.tobytes().hex()}" for key in [*there, *nowhere]]
+    with PoolProcess(module="tests.sourced") as pool:  # it has sources beside its DRAM
+        with World(replace(options, pool=pool.socket)) as world:
+            assert lookups(world).lookup(keys) == [False] * 3
+        with World(replace(options, pool=pool.socket, extra={**options.extra, "lookup_async": True})) as world:
+            assert lookups(world).lookup(keys) == [True, True, False]
+            runtime = transfers(world)
+            job = runtime.wait(runtime.load_blocks(BlockLoadBatch(keys, [5, 6, 7], [0] * 3, "r")))
+            assert job.failed_keys == set(keys[2:])
+            planes = [world.workers[0].caches[name] for name in runtime.groups[0].layers]
+            for number, block in ((1001, 5), (5001, 6)):
+                assert (np.concatenate([plane[block].numpy() for plane in planes]) == bytes_of(number, runtime.groups[0].block_bytes)).all()
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------------------

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import importlib
 import sys
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector import v1
 from vllm.distributed.kv_transfer.kv_connector.v1.umbp import UMBPRuntimeFactory
+from vllm.v1.kv_offload.base import OffloadingManager
 
 from tests.engines.vllm.world import Options, World, config
 from tests.pools import PoolProcess
 from umbp.errors import ConfigError, Unavailable
+from umbp.integrations import versions
 from umbp.integrations import vllm as plugin
 
 
@@ -35,12 +39,16 @@ def test_registering_twice_is_once(factory: type[Factory]) -> None:
     assert list(factory._builders) == ["embedded"]
 
 
-def test_a_module_that_is_loaded_again_finds_itself_registered() -> None:
-    there = sys.modules.pop("umbp.integrations.vllm")
+def load_again(name: str) -> None:
+    there = sys.modules.pop(name)
     try:
-        importlib.import_module("umbp.integrations.vllm")
+        importlib.import_module(name)
     finally:
-        sys.modules["umbp.integrations.vllm"] = there
+        sys.modules[name] = there
+
+
+def test_a_module_that_is_loaded_again_finds_itself_registered() -> None:
+    load_again("umbp.integrations.vllm")
 
 
 def test_another_runtime_is_not_pushed_aside(factory: type[Factory]) -> None:
@@ -54,12 +62,39 @@ def test_without_our_connector_the_runtime_says_which_module_to_name() -> None:
         UMBPRuntimeFactory.build(plugin.upstream.UMBPRuntimeConfig("embedded", {}))
 
 
-def test_versions_that_were_not_run_are_named() -> None:
-    assert plugin.check_version("0.33.0", []) == ""
-    assert plugin.check_version("0.33.0+rocm", []) == ""
-    assert "vLLM 0.41.0 was not run with" in plugin.check_version("0.41.0", [])
-    with pytest.raises(ConfigError, match=r"vLLM 0\.41\.0 .* lacks _submit_loads.*vllm==0\.33\.0"):
-        plugin.check_version("0.41.0", ["_submit_loads"])
+@pytest.mark.parametrize("name", ["umbp.integrations.vllm", "umbp.integrations.vllm_offloading"])
+def test_a_version_that_was_not_run_is_named_once(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    importlib.import_module(name)
+    load_again(name)
+    assert caplog.text == ""
+    monkeypatch.setattr(versions, "installed", lambda engine: "0.41.0")
+    load_again(name)
+    assert "vllm 0.41.0 was not run with this version of umbp (it was with 0.33.0)" in caplog.text
+
+
+def test_a_vllm_whose_worker_is_another_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(plugin.UMBPStoreConnectorWorker, "_drain_load_jobs")
+    with pytest.raises(ImportError, match=r"does not fit \(.*lacks _drain_load_jobs.*vllm==0\.33\.0"):
+        load_again("umbp.integrations.vllm")
+
+
+def test_a_vllm_without_the_connector_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.distributed.kv_transfer.kv_connector.v1.umbp", None)
+    monkeypatch.delattr(v1, "umbp")
+    with pytest.raises(ImportError, match=r"does not fit \(.*v1\.umbp.*vllm==0\.33\.0"):
+        load_again("umbp.integrations.vllm")
+
+
+def test_a_vllm_that_asks_more_of_an_offloading_spec_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("umbp.integrations.vllm_offloading")
+
+    @abstractmethod
+    def new(self: Any) -> None: ...
+
+    monkeypatch.setattr(OffloadingManager, "new_in_0_41", new, raising=False)
+    monkeypatch.setattr(OffloadingManager, "__abstractmethods__", OffloadingManager.__abstractmethods__ | {"new_in_0_41"})
+    with pytest.raises(ImportError, match="OffloadingManager also has new_in_0_41"):
+        load_again("umbp.integrations.vllm_offloading")
 
 
 @pytest.mark.parametrize(
