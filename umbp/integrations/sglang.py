@@ -187,7 +187,9 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads = OffloadQueue(loaders, self._was_stored, self._before, f"umbp-offload-tp{place.tp_rank}")
         self._residents = self._publish() if settings.events and place.first else None
         self._count = dict.fromkeys(("lookups", "pages_asked", "pages_found", "loads", "refused_loads", "failed_batches"), 0)
-        log.info("UMBP on %s: %s; rank %d of %d, group of %d", self._pool, self.shelves, place.tp_rank, place.tp_size, len(near))
+        for shelf in self.shelves:
+            log.info("%s pages in namespace %s: %s", shelf.bundle.source, shelf.namespace.identity.digest().hex(), shelf.loader)
+        log.info("UMBP on %s; rank %d of %d, %d of them on this pool", self._pool, place.tp_rank, place.tp_size, len(near))
 
     def __repr__(self) -> str:
         return f"<UMBPLinker tp{self.place.tp_rank} on {self._pool}, {len(self.shelves)} namespaces, {len(self._queued)} loads queued>"

@@ -101,11 +101,12 @@ class Engine:
         pages: int = 64,
         shift: int = 0,
         linker: Any = None,
+        tree: dict[str, Any] | None = None,
         **extra: Any,
     ) -> None:
         self.model: Model = MODELS[kind](pages)
         self.page = self.model.page
-        self.params: CacheInitParams = self.model.params(tree_core_backend=core, tp_cache_group=group)
+        self.params: CacheInitParams = self.model.params(tree_core_backend=core, tp_cache_group=group, **(tree or {}))
         self.allocator = self.params.token_to_kv_pool_allocator
         self.kvcache = self.allocator.get_kvcache()
         self.cache = UnifiedRadixCache(self.params)
