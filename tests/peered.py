@@ -7,8 +7,8 @@ import sys
 
 import uvloop
 
+from umbp.admin.logs import set_up_logging
 from umbp.config import load_pool_config
-from umbp.pool.__main__ import set_up_logging
 from umbp.pool.guide import HttpGuide
 from umbp.pool.peers import Peers
 from umbp.pool.server import PoolServer
@@ -17,7 +17,7 @@ from umbp.transport.http import HttpTransport
 
 async def serve() -> None:
     config = load_pool_config(sys.argv[1:], {})
-    set_up_logging(config)
+    set_up_logging(config.log_level, config.log_format)
     guide = HttpGuide(config.name, os.environ["PEERED_MASTER"].split(","))
     await PoolServer(config, sources=[Peers(config.name, guide, {"http": HttpTransport(config.token)})]).run()
 

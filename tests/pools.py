@@ -36,6 +36,8 @@ TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv
 class PoolProcess:
     """One pool, started when the ``with`` block begins. ``ready`` is what its ready line says."""
 
+    said = READY
+
     def __init__(self, *options: str, dram: str = "64MiB", module: str = "umbp.pool") -> None:
         """``module``: what is run by ``python -m`` instead of the pool, and takes the same options."""
         self.name = f"test-{uuid.uuid4().hex[:12]}"
@@ -104,7 +106,7 @@ class PoolProcess:
             tied = [sys.executable, "-I", "-S", "-c", TIED, *self.command]
             self._process = subprocess.Popen(tied, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environ)
         try:
-            self.ready = json.loads(self._first_line().removeprefix(READY))
+            self.ready = json.loads(self._first_line().removeprefix(self.said))
         except BaseException:
             self.kill()
             raise
@@ -160,7 +162,7 @@ class PoolProcess:
                 raise AssertionError(f"the pool {why}:\n{self.log()}")
             said += part
         line = said.decode()
-        assert line.startswith(READY), line
+        assert line.startswith(self.said), line
         return line
 
     def _remove(self) -> None:

@@ -22,9 +22,9 @@ import numpy as np
 import uvloop
 
 from tests.field.people import bytes_of
+from umbp.admin.logs import set_up_logging
 from umbp.config import load_pool_config
 from umbp.errors import Unavailable
-from umbp.pool.__main__ import set_up_logging
 from umbp.pool.server import PoolServer
 from umbp.pool.sources import Offer, Space, Taken
 from umbp.store.checksums import checksum
@@ -96,7 +96,7 @@ class Made:
 
 async def serve() -> None:
     config = load_pool_config(sys.argv[1:], {})
-    set_up_logging(config)
+    set_up_logging(config.log_level, config.log_format)
     await PoolServer(config, sources=[Made("far", FAR, 1e-3), Made("near", NEAR, 1e-4)]).run()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from umbp.errors import ConfigError
 from umbp.grammar import Address, format_size, parse_address, parse_duration, parse_size, quoted
-from umbp.options import Option, Program, load, options_of
+from umbp.options import Option, Program, load, options_of, urls
 from umbp.options import choice as _choice
 from umbp.options import count as _count
 from umbp.options import node_name as _pool_name
@@ -71,6 +71,13 @@ def _numa(text: str, field: str) -> str:
     raise ConfigError(f"{quoted(text)} is none of auto, off, interleave or the number of a node", field=field, example="auto")
 
 
+def _address(text: str, field: str) -> Address:
+    address = parse_address(text, field)
+    if address.is_unix:
+        raise ConfigError(f"{quoted(text)} is not host:port", field=field, example="10.0.0.7:7411")
+    return address
+
+
 @dataclass(frozen=True, slots=True)
 class PoolConfig:
     """Everything a pool process is told. Durations are seconds, sizes bytes; None stands for "auto"."""
@@ -85,6 +92,8 @@ class PoolConfig:
     prefault_threads: int | None = _option("Memory", _or_auto(_count(1, 256)), "auto", "4", "threads that fault memory in at start")
     socket: str = _option("Listening", _socket_path, "", "/run/umbp/a.sock", "Unix socket (0600) [NAME.sock in the runtime folder]")
     http: Address = _option("Listening", parse_address, "127.0.0.1:0", "127.0.0.1:7411", "REST and metrics; port 0: any free one")  # noqa: RUF009 (frozen)
+    master: tuple[Address, ...] = _option("Cluster", urls, "", "10.0.0.1:7410", "URLs of the masters, with commas [its own, embedded]", ())
+    advertise: Address | None = _option("Cluster", _address, "", "10.0.0.7:7411", "how other nodes reach this one [http]", None)  # noqa: RUF009
     token: str = _option("Access", _token, "", "TOKEN", "token of HTTP calls; better by UMBP_TOKEN, since ps shows flags")
     token_file: str = _option("Access", _path, "", "/etc/umbp/token", "file whose only line is the token")
     eviction: str = _option("Policies", _policy_name, "leaf_lru", "leaf_lru", "the policy that says what goes")
@@ -126,6 +135,9 @@ class PoolConfig:
             raise ConfigError(why, field="lease_seconds", example="10s with lease_seconds_max 300s")
         if self.http.is_unix or self.http.scheme == "https":
             raise ConfigError(f"{self.http} is not host:port (the Unix socket is --socket)", field="http", example="127.0.0.1:0")
+        if self.master and not self.advertise and self.http.host in ("0.0.0.0", "::"):
+            why = f"other nodes cannot reach {self.http}: say by which address they can"
+            raise ConfigError(why, field="advertise", example="10.0.0.7:7411")
         if not (self.http.is_loopback or self.token):
             why = f"{self.http} can be reached from other machines: that needs a token (--token-file or UMBP_TOKEN)"
             raise ConfigError(why, field="http", example="127.0.0.1:0, or --token-file /etc/umbp/token")

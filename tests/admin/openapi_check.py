@@ -9,22 +9,22 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from umbp.admin.api import Endpoint
+from umbp.admin.api import Endpoint, Raw
 
 
-def check_document(document: dict[str, Any], application: web.Application, endpoints: Sequence[Endpoint]) -> None:
+def check_document(document: dict[str, Any], application: web.Application, endpoints: Sequence[Endpoint], raw: Sequence[Raw] = ()) -> None:
     """Every route is described and every description is a route; references lead somewhere; examples are good requests."""
     routes = {(r.method, r.resource.canonical) for r in application.router.routes() if r.resource and r.method != "HEAD"}
     described = {(method.upper(), path) for path, operations in document["paths"].items() for method in operations}
     assert routes == described
-    assert routes == {(e.method, e.path) for e in endpoints} | {("GET", "/openapi.json")}
+    assert routes == {(e.method, e.path) for e in (*endpoints, *raw)} | {("GET", "/openapi.json")}
     assert document["openapi"] == "3.1.0"
     assert document["info"].keys() >= {"title", "version"}
     for reference in _references(document):
         assert reference.removeprefix("#/components/schemas/") in document["components"]["schemas"], reference
     operations = [operation for item in document["paths"].values() for operation in item.values()]
     names = [operation["operationId"] for operation in operations]
-    assert len(set(names)) == len(names)
+    assert len(set(names)) == len(names), sorted(name for name in names if names.count(name) > 1)
     for endpoint in endpoints:
         _check_operation(document["paths"][endpoint.path][endpoint.method.lower()], endpoint)
     json.dumps(document)

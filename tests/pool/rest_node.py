@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from umbp.core.pool import Limits, Pool
 from umbp.grammar import Address
 from umbp.layout import Layout, Namespace
 from umbp.metrics import Metrics
+from umbp.pool.cluster import ClusterSide
 from umbp.pool.fetching import Fetching
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
@@ -46,6 +48,7 @@ class FakeNode:
         self.unhealthy: list[str] = []
         self.woken = 0
         self.time = 1000.0
+        self.cluster = ClusterSide(self.config, self.pool, self.name, self.boot, self.http)
 
     def now(self) -> float:
         return self.time
@@ -85,8 +88,21 @@ class FakeNode:
     @asynccontextmanager
     async def client(self) -> AsyncIterator[TestClient]:
         """Over TCP on loopback."""
-        async with TestClient(TestServer(make_app(self))) as client:
+        async with TestClient(TestServer(make_app(self))) as client, self.in_cluster():
             yield client
+
+    @asynccontextmanager
+    async def in_cluster(self) -> AsyncIterator[None]:
+        """A member of its own cluster of one, which has heard what it holds."""
+        task = asyncio.get_running_loop().create_task(self.cluster.run())
+        try:
+            async with asyncio.timeout(10.0):
+                await self.cluster.reporter.wait_synced()
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await self.cluster.close()
 
     @asynccontextmanager
     async def unix_client(self, folder: Path) -> AsyncIterator[aiohttp.ClientSession]:

@@ -79,7 +79,8 @@ async def test_a_pool_alone_is_a_cluster_of_one_node() -> None:
     async with node.client() as client:
         assert (await get(client, "/v1/cluster"))["nodes"] == 1
         (one,) = (await get(client, "/v1/nodes"))["nodes"]
-        assert await get(client, "/v1/nodes/default") == one
+        assert (one["id"], one["state"], one["synced"]) == ("default", "alive", True)
+        assert (await get(client, "/v1/nodes/default"))["boot"] == one["boot"] == 123
         assert (await get(client, "/v1/nodes/other", 404))["code"] == "not_found"
 
 
@@ -391,7 +392,7 @@ async def test_every_endpoint_under_v1_needs_the_token_and_none_changes_a_thing_
     row = node.namespace()
     node.put(row, 1, 2)
     before = node.digest()
-    good = {"namespace": "0", "key": K1, "node": "default", "pin": "1", "kind": "eviction"}
+    good = {"namespace": "0", "key": K1, "node": "default", "pin": "1", "kind": "eviction", "engine": "e"}
     async with node.client() as client, node.unix_client(tmp_path) as local:
         for endpoint in endpoints(node):
             path, body = endpoint.path.format(**good), examples_of(endpoint.body)
@@ -412,4 +413,4 @@ async def test_every_endpoint_under_v1_needs_the_token_and_none_changes_a_thing_
 async def test_the_description_covers_every_route() -> None:
     node = FakeNode()
     async with node.client() as client:
-        check_document(await get(client, "/openapi.json"), client.app, endpoints(node))
+        check_document(await get(client, "/openapi.json"), client.app, endpoints(node), node.cluster.routes())

@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from umbp.admin.auth import Guard, Next, peer_of
-from umbp.admin.endpoint import JSON, Body, Document, Endpoint, Nothing, Params, Reply, examples_of
+from umbp.admin.endpoint import JSON, Body, Document, Endpoint, Nothing, Params, Raw, Reply, examples_of
 from umbp.admin.openapi import Problem, describe
 from umbp.errors import DeadlineExceeded, InvalidRequest, UmbpError
 from umbp.grammar import Address, quoted
@@ -31,7 +31,7 @@ from umbp.metrics import Metrics
 
 log = logging.getLogger("umbp.admin")
 
-__all__ = ["Body", "Document", "Endpoint", "Nothing", "Params", "Problem", "Problems", "Reply", "make_application", "problem"]
+__all__ = ["Body", "Document", "Endpoint", "Nothing", "Params", "Problem", "Problems", "Raw", "Reply", "make_application", "problem"]
 
 BODY_BYTES_MAX = 1 << 20  # 4,096 keys as hex digits are 0.3 MiB
 BODY_SECONDS_MAX = 10.0
@@ -40,7 +40,14 @@ PROBLEM = "application/problem+json"
 
 
 def make_application(
-    endpoints: Sequence[Endpoint], *, title: str, version: str, token: str, listening: Address, metrics: Metrics
+    endpoints: Sequence[Endpoint],
+    *,
+    title: str,
+    version: str,
+    token: str,
+    listening: Address,
+    metrics: Metrics,
+    raw: Sequence[Raw] = (),
 ) -> web.Application:
     """The application with these endpoints and ``/openapi.json``; ``token`` (or "") and ``listening`` are the configured ones."""
 
@@ -49,9 +56,9 @@ def make_application(
 
     own = Endpoint("GET", "/openapi.json", "This description", openapi, dict[str, Any], access="local")
     every = [*endpoints, own]
-    document = describe(every, title=title, version=version)
+    document = describe(every, raw, title=title, version=version)
     guard = Guard(token, listening, {endpoint.path: endpoint.access for endpoint in every})
-    problems = Problems(metrics, {endpoint.path for endpoint in every})
+    problems = Problems(metrics, {endpoint.path for endpoint in every} | {route.path for route in raw})
     application = web.Application(middlewares=[problems.middleware, guard.middleware], client_max_size=BODY_BYTES_MAX)
     for endpoint in every:
         serve = _served(endpoint, metrics)
@@ -59,6 +66,8 @@ def make_application(
             application.router.add_get(endpoint.path, serve)  # and HEAD
         else:
             application.router.add_route(endpoint.method, endpoint.path, serve)
+    for route in raw:
+        application.router.add_route(route.method, route.path, _bounded(route))
     return application
 
 
@@ -82,6 +91,17 @@ def _served(endpoint: Endpoint, metrics: Metrics) -> Callable[[web.Request], Awa
         content = reply.value if isinstance(reply.value, bytes) else msgspec.json.encode(reply.value)
         headers = {"Content-Type": reply.media_type or endpoint.media_type, **_HEADERS}
         return web.Response(body=content, status=reply.status, headers=headers)
+
+    return serve
+
+
+def _bounded(route: Raw) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    async def serve(request: web.Request) -> web.StreamResponse:
+        if route.consumes and request.content_type != route.consumes:  # a page of another site can send a form, but not this
+            raise web.HTTPUnsupportedMediaType(text=f"the body must be sent as {route.consumes}")
+        if (request.content_length or 0) > BODY_BYTES_MAX:
+            raise web.HTTPRequestEntityTooLarge(BODY_BYTES_MAX, request.content_length or 0)
+        return await route.handler(request)
 
     return serve
 

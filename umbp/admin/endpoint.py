@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from typing import Any, Literal, TypeAlias
 
 import msgspec
+from aiohttp import web
 
 from umbp.admin.auth import SAFE_METHODS, Access
 
@@ -88,6 +89,23 @@ class Endpoint:
     def decoder(self) -> msgspec.json.Decoder[Any]:
         """Of the body."""
         return msgspec.json.Decoder(self.body)
+
+
+@dataclass(frozen=True)
+class Raw:
+    """One method of one path that neither takes nor gives JSON documents: it handles the request itself. It always needs the token."""
+
+    method: Literal["GET", "POST"]
+    path: str
+    summary: str
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    produces: str
+    consumes: str = ""
+
+    @property
+    def path_fields(self) -> list[str]:
+        """Names in the template of the path."""
+        return re.findall(r"{(\w+)}", self.path)
 
 
 @cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from typing import Any
 
 import msgspec
 
-from umbp.admin.endpoint import JSON, REFERENCE, Endpoint, examples_of, properties_of
+from umbp.admin.endpoint import JSON, REFERENCE, Endpoint, Raw, examples_of, properties_of
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,7 +24,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     retryable: bool
 
 
-def describe(endpoints: Sequence[Endpoint], *, title: str, version: str) -> dict[str, Any]:
+def release() -> str:
+    """Version of the installed package; "unknown" where it is run from a bare checkout."""
+    try:
+        return installed_version("umbp")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def describe(endpoints: Sequence[Endpoint], raw: Sequence[Raw] = (), *, title: str, version: str) -> dict[str, Any]:
     """The OpenAPI document."""
     bodies = [endpoint.body for endpoint in endpoints if msgspec.structs.fields(endpoint.body)]
     answers = [endpoint.response for endpoint in endpoints if endpoint.media_type == JSON]
@@ -34,6 +44,8 @@ def describe(endpoints: Sequence[Endpoint], *, title: str, version: str) -> dict
         operation = paths.setdefault(endpoint.path, {})
         assert endpoint.method.lower() not in operation, f"{endpoint.method} {endpoint.path} is defined twice"
         operation[endpoint.method.lower()] = _operation(endpoint, schemas)
+    for route in raw:
+        paths.setdefault(route.path, {})[route.method.lower()] = _raw_operation(route, schemas[Problem])
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
@@ -58,6 +70,23 @@ def _operation(endpoint: Endpoint, schemas: dict[Any, dict[str, Any]]) -> dict[s
         operation["requestBody"] = {"required": required, "content": {JSON: content}}
     if endpoint.access != "anyone":
         operation["security"] = [{"token": []}, {}]  # none over the Unix socket, or where no token is configured
+    return operation
+
+
+def _raw_operation(route: Raw, wrong: dict[str, Any]) -> dict[str, Any]:
+    bytes_ = {"schema": {"type": "string", "format": "binary"}}
+    operation: dict[str, Any] = {
+        "operationId": route.handler.__name__,
+        "summary": route.summary,
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in route.path_fields],
+        "responses": {
+            "200": {"description": route.summary, "content": {route.produces: bytes_}},
+            "default": {"description": "What was wrong", "content": {"application/problem+json": {"schema": wrong}}},
+        },
+        "security": [{"token": []}, {}],
+    }
+    if route.consumes:
+        operation["requestBody"] = {"required": True, "content": {route.consumes: bytes_}}
     return operation
 
 

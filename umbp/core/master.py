@@ -126,11 +126,12 @@ class Master:
         tiers: dict[int, tuple[int, int]],
         *,
         draining: bool = False,
+        registration: int = 0,
     ) -> Member:
-        """A pool registers. Conflict if another live one has its name."""
+        """A pool registers. Conflict if another live one has its name. ``registration``: the number, where several masters share them."""
         self.membership.can_join(now, node, boot, place)
         holder = self.directory.holders.take()
-        member, before = self.membership.join(now, node, boot, place, addresses, holder, draining=draining)
+        member, before = self.membership.join(now, node, boot, place, addresses, holder, draining=draining, registration=registration)
         member.tiers = dict(tiers)
         if before is not None and before.state != DEAD:
             self.directory.drop(before.holder)

@@ -98,6 +98,7 @@ class Member:
     state: str = ALIVE
     draining: bool = False
     tiers: dict[int, tuple[int, int]] = field(default_factory=dict)
+    keys: dict[int, int] = field(default_factory=dict)  # tier -> keys, as it last said
     avoid_until: float = 0.0
     avoid_seconds: float = 0.0
     failed_at: float = -1e9
@@ -161,7 +162,16 @@ class Membership:
             raise LimitReached(f"{NODES_MAX} nodes are the limit", field="node")
 
     def join(
-        self, now: float, node: str, boot: int, place: str, addresses: dict[str, str], holder: int, *, draining: bool
+        self,
+        now: float,
+        node: str,
+        boot: int,
+        place: str,
+        addresses: dict[str, str],
+        holder: int,
+        *,
+        draining: bool,
+        registration: int = 0,
     ) -> tuple[Member, Member | None]:
         """A process becomes a member (`can_join` was asked); the record, and the one that it takes the place of."""
         before = self.members.pop(node, None)
@@ -169,9 +179,11 @@ class Membership:
             self.by_holder.pop(before.holder, None)
         elif len(self.members) >= NODES_MAX:
             self._forget(min((m for m in self.members.values() if m.state == DEAD), key=lambda m: m.last_seen))
-        self._registrations += 1
+        self._registrations = max(self._registrations + 1, registration)
         draining = draining or (before is not None and before.draining)
-        member = Member(node, boot, place, addresses, self._registrations, holder, now, now, DRAINING if draining else ALIVE, draining)
+        member = Member(
+            node, boot, place, addresses, registration or self._registrations, holder, now, now, DRAINING if draining else ALIVE, draining
+        )
         if before is not None and before.boot == boot:
             member.avoid_until, member.avoid_seconds, member.failed_at = before.avoid_until, before.avoid_seconds, before.failed_at
         self.members[node] = self.by_holder[holder] = member

@@ -14,11 +14,12 @@ Cost: 1 us a batch when it is put, a few passes over the keys when it is taken.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from umbp.types import I64, U8, U32, U64, Tier
+from umbp.types import I64, U8, U32, U64, Mask, Tier
 
 KEYS_MAX = 1 << 18
 FLUSH_KEYS_MAX = 1 << 15  # removals of one flush; more is an overflow
@@ -44,7 +45,7 @@ class Changes:
 
 
 class Outbox:
-    """``entries`` is the index: words 0 to 3 the key, word 4 size << 32 | namespace number. ``live`` says which ids are visible now."""
+    """``entries`` is the index: words 0 to 3 the key, word 4 size << 32 | namespace number."""
 
     def __init__(self, entries: U64) -> None:
         self._entries = entries
@@ -87,8 +88,8 @@ class Outbox:
         self._batches.clear()
         self.keys, self.overflow = 0, False
 
-    def take(self, keys_max: int, live: U8 | None = None) -> Changes:
-        """The oldest changes, about ``keys_max`` at most, as one each. ``live`` (entries,): 1 where an id is visible."""
+    def take(self, keys_max: int, live: Callable[[I64], Mask]) -> Changes:
+        """The oldest changes, about ``keys_max`` at most, as one each. ``live``: which of these ids are visible now."""
         rows: list[U64] = []
         tiers, present, count = [], [], 0
         while self._batches and (not count or count + len(self._batches[0][0]) <= keys_max):
@@ -96,7 +97,7 @@ class Outbox:
             self.keys -= len(what)
             if what.ndim == 1:
                 ids = what.astype(np.int64)
-                what = self._entries[ids if live is None else ids[live[ids] != 0], :5]
+                what = self._entries[ids[live(ids)], :5]
             rows.append(what.astype(np.uint64))
             count += len(what)
             tiers.append(np.full(len(what), tier, np.uint8))

@@ -36,7 +36,8 @@ from umbp.types import Tier
 from umbp.wire import Message, decode, encode
 
 KEYS_MAX = 8192  # of one bundle or piece: 265 KiB, applied in some 10 ms, in slices
-RUNS_MAX = 4096  # runs of one plan
+SPACES_MAX = 512  # namespaces of one bundle or piece
+ASKED_MAX = 16_384  # keys of one question: a million tokens of 64 a page
 
 FRAME = "application/x-umbp-frame"
 
@@ -45,7 +46,7 @@ Digest: TypeAlias = Annotated[
     str, Meta(pattern="^[0-9a-f]{64}$", examples=["9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"])
 ]
 Number: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 63) - 1, examples=[1])]
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=65_536)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=ASKED_MAX)]
 Batch: TypeAlias = Annotated[int, Meta(ge=0, le=KEYS_MAX)]
 Bytes: TypeAlias = Annotated[int, Meta(ge=0, le=1 << 60, examples=[1 << 30])]
 Share: TypeAlias = Annotated[float, Meta(ge=0.0, le=1.0)]
@@ -59,11 +60,12 @@ TierNumber: TypeAlias = Annotated[int, Meta(ge=0, le=3)]
 
 
 class Capacity(Body, frozen=True):
-    """Bytes of one tier of a pool."""
+    """Bytes and keys of one tier of a pool."""
 
     tier: TierNumber
     capacity_bytes: Bytes
     used_bytes: Bytes
+    keys: Bytes = 0
 
 
 class Join(Body, frozen=True):
@@ -163,18 +165,22 @@ class Events(Message, frozen=True, tag="events"):
     registration: Number
     number: Number
     n: Batch
-    spaces: Annotated[list[tuple[Digest, Bytes, Batch]], Meta(max_length=4096)]
+    spaces: Annotated[list[tuple[Digest, Bytes, Batch]], Meta(max_length=SPACES_MAX)]
 
 
 class Piece(Message, frozen=True, tag="piece"):
-    """A part of a sweep: keys that the pool holds. ``last`` ends it. Arrays: keys u8[n, 32], tier u8[n]."""
+    """A part of a sweep: keys that the pool holds. ``last`` ends it; ``bundle`` is the number of the last bundle sent before it began.
+
+    Arrays: keys u8[n, 32], tier u8[n].
+    """
 
     registration: Number
     sweep: Number
     index: Number
+    bundle: Number
     last: bool
     n: Batch
-    spaces: Annotated[list[tuple[Digest, Bytes, Batch]], Meta(max_length=4096)]
+    spaces: Annotated[list[tuple[Digest, Bytes, Batch]], Meta(max_length=SPACES_MAX)]
 
 
 class Applied(Document, frozen=True):

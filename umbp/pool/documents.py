@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import heapq
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from umbp.admin.api import Document
+from umbp.admin.openapi import release
 from umbp.core.objects import LIVE, ORPHAN, RESERVED, ZOMBIE
 from umbp.core.pool import NamespaceState, Pool
-from umbp.policies.base import names
+from umbp.master.documents import PolicyDocument
+from umbp.policies.base import EVICTION, names
 from umbp.pool.node import Node, State
 
 STATUS_NAMESPACES_MAX = 100  # the largest ones; /v1/namespaces has them all
 SHORT_DIGEST_CHARS = 12
-
-
-def release() -> str:
-    """Version of the installed package; "unknown" where it is run from a bare checkout."""
-    try:
-        return version("umbp")
-    except PackageNotFoundError:
-        return "unknown"
 
 
 # -- health ------------------------------------------------------------------------------------------------------------------------
@@ -43,6 +36,13 @@ class Readiness(Document, frozen=True):
     ready: bool
     reasons: list[str]
     warnings: list[str]
+
+
+class Identity(Document, frozen=True):
+    """Which pool this is, and which life of it: what a master asks by the address that a node advertises."""
+
+    name: str
+    boot: int
 
 
 class Links(Document, frozen=True):
@@ -120,14 +120,6 @@ def namespace_document(state: NamespaceState) -> NamespaceDocument:
 # -- the whole ---------------------------------------------------------------------------------------------------------------------
 
 
-class PolicyDocument(Document, frozen=True):
-    """The policy of one kind, and which could be chosen."""
-
-    kind: Literal["eviction", "admission"]
-    current: str
-    available: list[str]
-
-
 class Policies(Document, frozen=True):
     """All kinds of policies."""
 
@@ -166,42 +158,6 @@ class Counts(Document, frozen=True):
     reservations_expired: int
 
 
-class NodeDocument(Document, frozen=True):
-    """A node and how full it is. All bytes are of the DRAM tier.
-
-    ``used_bytes`` are the objects', ``allocated_bytes`` what they take of the segment with rounding.
-    """
-
-    id: str
-    boot: int
-    state: State
-    http: str
-    socket: str
-    dram_bytes: int
-    capacity_bytes: int
-    used_bytes: int
-    allocated_bytes: int
-    keys: int
-
-
-class Nodes(Document, frozen=True):
-    """The nodes."""
-
-    total: int
-    nodes: list[NodeDocument]
-
-
-class Cluster(Document, frozen=True):
-    """Sums over the nodes."""
-
-    nodes: int
-    ready: int
-    capacity_bytes: int
-    used_bytes: int
-    allocated_bytes: int
-    keys: int
-
-
 class Status(Document, frozen=True):
     """All about this pool at one moment. Objects ``removed_but_leased`` and ``abandoned`` keep their memory though nobody finds them."""
 
@@ -238,22 +194,6 @@ class Status(Document, frozen=True):
     admission: str
     namespaces_total: int
     namespaces: list[NamespaceDocument]
-
-
-def node_document(node: Node) -> NodeDocument:
-    objects = node.pool.objects
-    return NodeDocument(
-        id=node.name,
-        boot=node.boot,
-        state=node.state,
-        http=str(node.http),
-        socket=node.socket,
-        dram_bytes=node.dram_bytes,
-        capacity_bytes=objects.allocator.capacity_bytes,
-        used_bytes=objects.used_bytes,
-        allocated_bytes=objects.allocated_bytes(),
-        keys=objects.counts[LIVE] - objects.in_limbo()[0],
-    )
 
 
 def status_document(node: Node) -> Status:
@@ -332,6 +272,6 @@ def _counts(pool: Pool) -> Counts:
     )
 
 
-def policy_document(pool: Pool, kind: Literal["eviction", "admission"]) -> PolicyDocument:
-    current = pool.eviction if kind == "eviction" else pool.admission_name
+def policy_document(pool: Pool, kind: str) -> PolicyDocument:
+    current = pool.eviction if kind == EVICTION else pool.admission_name
     return PolicyDocument(kind=kind, current=current, available=names(kind))

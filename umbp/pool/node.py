@@ -9,6 +9,7 @@ from umbp.config import PoolConfig
 from umbp.core.pool import Pool
 from umbp.grammar import Address
 from umbp.metrics import Metrics
+from umbp.pool.cluster import ClusterSide
 from umbp.pool.fetching import Fetching
 from umbp.pool.shelf import PoolShelf
 
@@ -44,6 +45,8 @@ class Node(Protocol):
     def shelf(self) -> PoolShelf: ...
     @property
     def config(self) -> PoolConfig: ...
+    @property
+    def cluster(self) -> ClusterSide: ...
     @property
     def metrics(self) -> Metrics: ...
     @property

@@ -17,11 +17,14 @@ from aiohttp import web
 from msgspec import Meta
 
 from umbp.admin.api import Body, Endpoint, Nothing, Params, Reply, make_application
+from umbp.admin.openapi import release
 from umbp.core.objects import LIVE
 from umbp.core.pool import NamespaceState, Pool
 from umbp.errors import ConfigError, InvalidRequest, NotFound
 from umbp.grammar import SIZE_BYTES_MAX, parse_size
+from umbp.master.documents import PolicyDocument
 from umbp.metrics import CONTENT_TYPE
+from umbp.policies.base import ADMISSION, EVICTION
 from umbp.pool import documents as doc
 from umbp.pool import items
 from umbp.pool.node import Node, SessionFacts
@@ -78,12 +81,6 @@ class AnyKey(Params, frozen=True):
     key: Key
 
 
-class OfNode(Params, frozen=True):
-    """One node."""
-
-    node: Annotated[str, Meta(max_length=64, examples=["default"])]
-
-
 class OfPin(Params, frozen=True):
     """One pin."""
 
@@ -93,7 +90,7 @@ class OfPin(Params, frozen=True):
 class OfPolicy(Params, frozen=True):
     """One kind of policy."""
 
-    kind: Annotated[Literal["eviction", "admission"], Meta(examples=["eviction"])]
+    kind: Annotated[Literal["eviction", "admission", "routing", "placement", "replication", "rebalancing"], Meta(examples=["eviction"])]
 
 
 class Hottest(Params, frozen=True):
@@ -198,26 +195,8 @@ class Handlers:
         every = self.node.sessions()
         return items.Sessions(total=len(every), sessions=[items.session_document(self.node, facts) for facts in _part(every, params)])
 
-    # -- a cluster of one
-
-    async def cluster(self, params: Nothing, body: Nothing) -> doc.Cluster:
-        one = doc.node_document(self.node)
-        return doc.Cluster(
-            nodes=1,
-            ready=int(one.state == "ready"),
-            capacity_bytes=one.capacity_bytes,
-            used_bytes=one.used_bytes,
-            allocated_bytes=one.allocated_bytes,
-            keys=one.keys,
-        )
-
-    async def nodes(self, params: Listing, body: Nothing) -> doc.Nodes:
-        return doc.Nodes(total=1, nodes=_part([doc.node_document(self.node)], params))
-
-    async def one_node(self, params: OfNode, body: Nothing) -> doc.NodeDocument:
-        if params.node != self.node.name:
-            raise NotFound(f"no node {params.node!r}", field="node", example=self.node.name)
-        return doc.node_document(self.node)
+    async def who(self, params: Nothing, body: Nothing) -> doc.Identity:
+        return doc.Identity(name=self.node.name, boot=self.node.boot)
 
     # -- namespaces
 
@@ -349,14 +328,17 @@ class Handlers:
 
     async def policies(self, params: Nothing, body: Nothing) -> doc.Policies:
         pool = self.node.pool
-        return doc.Policies(policies=[doc.policy_document(pool, "eviction"), doc.policy_document(pool, "admission")])
+        own = [doc.policy_document(pool, kind) for kind in (EVICTION, ADMISSION)]
+        return doc.Policies(policies=[*own, *await self.node.cluster.policies()])
 
-    async def choose_policy(self, params: OfPolicy, body: Choice) -> doc.PolicyDocument:
+    async def choose_policy(self, params: OfPolicy, body: Choice) -> PolicyDocument | Reply:
         pool = self.node.pool
-        if params.kind == "eviction":
+        if params.kind == EVICTION:
             pool.swap_eviction(self.node.now(), body.name)
-        else:
+        elif params.kind == ADMISSION:
             pool.swap_admission(body.name)
+        else:
+            return await self.node.cluster.choose_policy(params.kind, body.name)
         return doc.policy_document(pool, params.kind)
 
 
@@ -375,9 +357,7 @@ def endpoints(node: Node) -> list[Endpoint]:
         Endpoint("GET", "/metrics", "Prometheus metrics", do.scrape, str, access="local", media_type="text/plain"),
         Endpoint("GET", "/v1/status", "All about this pool", do.status, doc.Status),
         Endpoint("GET", "/v1/sessions", "Clients", do.sessions, items.Sessions, Listing),
-        Endpoint("GET", "/v1/cluster", "Sums over the nodes", do.cluster, doc.Cluster),
-        Endpoint("GET", "/v1/nodes", "The nodes", do.nodes, doc.Nodes, Listing),
-        Endpoint("GET", "/v1/nodes/{node}", "One node", do.one_node, doc.NodeDocument, OfNode),
+        Endpoint("GET", "/v1/whoami", "Which pool this is", do.who, doc.Identity),
         Endpoint("GET", "/v1/namespaces", "Namespaces", do.namespaces, doc.Namespaces, Listing),
         Endpoint("GET", of_namespace, "One namespace", do.one_namespace, doc.NamespaceDocument, OfNamespace),
         Endpoint("PUT", of_namespace + "/quota", "Limit its bytes", do.set_quota, doc.NamespaceDocument, OfNamespace, Quota),
@@ -391,7 +371,8 @@ def endpoints(node: Node) -> list[Endpoint]:
         Endpoint("POST", "/v1/pins", "Protect keys from eviction", do.pin, items.Pinned, body=NewPin),
         Endpoint("DELETE", "/v1/pins/{pin}", "Take a pin back", do.unpin, items.PinDocument, OfPin),
         Endpoint("GET", "/v1/policies", "Policies, current and available", do.policies, doc.Policies),
-        Endpoint("PUT", "/v1/policies/{kind}", "Choose a policy", do.choose_policy, doc.PolicyDocument, OfPolicy, Choice),
+        Endpoint("PUT", "/v1/policies/{kind}", "Choose a policy", do.choose_policy, PolicyDocument, OfPolicy, Choice),
+        *node.cluster.endpoints(),
     ]
     # fmt: on
 
@@ -401,8 +382,9 @@ def make_app(node: Node) -> web.Application:
     return make_application(
         endpoints(node),
         title="UMBP pool",
-        version=doc.release(),
+        version=release(),
         token=node.config.token,
         listening=node.config.http,
         metrics=node.metrics,
+        raw=node.cluster.routes(),
     )

@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import json
 import logging
 import os
-import resource
 import signal
 import socket as sockets
 import stat
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -37,14 +35,17 @@ import numpy.ma  # noqa: F401 - `np.unique` imports it at its first call: 20 ms 
 from aiohttp import web
 
 from umbp import wire
+from umbp.admin.listening import BACKLOG, Refusal, bind_tcp, bound_address, raise_file_limit
 from umbp.config import PoolConfig
 from umbp.core.groups import Groups
 from umbp.core.pool import Limits, Pool
 from umbp.errors import Conflict, SegmentError
-from umbp.grammar import Address, format_size
-from umbp.metrics import Metrics
+from umbp.grammar import format_size
+from umbp.master.readings import readings as master_readings
+from umbp.metrics import Metrics, Reading
 from umbp.policies.base import ADMISSION, EVICTION, find
 from umbp.pool import dram as dram_start
+from umbp.pool.cluster import ClusterSide
 from umbp.pool.documents import status_document
 from umbp.pool.fetching import Fetching
 from umbp.pool.meetings import Meetings
@@ -63,19 +64,10 @@ log = logging.getLogger("umbp.pool")
 STOP_SECONDS_MAX = 5.0
 TICK_SECONDS = 0.05
 HTTP_CONNECTIONS_MAX = 1024
-BACKLOG = 1024
-"""Connections that may wait to be accepted: every client of a node may start at once."""
 
 
 class StoppedEarly(Exception):
     """A signal came while memory was being faulted in."""
-
-
-class _Refusal(asyncio.Protocol):
-    """For a connection too many: closed as it comes, so that idle strangers cannot use up the descriptors that clients need."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.close()
 
 
 class PoolServer:
@@ -89,8 +81,8 @@ class PoolServer:
         self.started = time.monotonic()
         self.state: Literal["starting", "ready", "stopping"] = "starting"
         self.progress = (0, 0)
-        self.warnings: list[str] = []
-        self.metrics = Metrics(lambda: readings(self))
+        self._warnings: list[str] = []
+        self.metrics = Metrics(self._readings)
         self.http = config.http
         self.socket = config.socket
         self._wake = asyncio.Event()
@@ -110,6 +102,7 @@ class PoolServer:
         """There may be something to do before the next tick."""
         self._wake.set()
         self.summer.committed()
+        self.cluster.reporter.wake()
 
     def observe(self, op: str, seconds: float) -> None:
         """A session's message was answered in this time."""
@@ -130,6 +123,11 @@ class PoolServer:
         return self.pool.faults() if self.state == "ready" else []
 
     @property
+    def warnings(self) -> list[str]:
+        """What is not as it was asked for: fall-backs at the start, and what keeps it from its master."""
+        return self._warnings + (self.cluster.warnings if self.state == "ready" else [])
+
+    @property
     def boot(self) -> int:
         """Boot id of the segment."""
         return self.segment.boot
@@ -138,6 +136,11 @@ class PoolServer:
     def dram_bytes(self) -> int:
         """Bytes of pages this pool can hold."""
         return self.segment.geometry.data_bytes
+
+    def _readings(self) -> Iterator[Reading]:
+        yield from readings(self)
+        if self.state == "ready" and not self.config.master:
+            yield from master_readings(self.cluster.master.core)
 
     def sessions(self) -> list[Owner]:
         """Clients, connected or still owning memory."""
@@ -150,11 +153,11 @@ class PoolServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)
-        _raise_file_limit()
+        raise_file_limit()
         find(EVICTION, self.config.eviction)  # an unknown name stops the start before there is anything to clean up
         find(ADMISSION, self.config.admission)
         with contextlib.closing(bind_tcp(self.config.http)) as tcp, contextlib.closing(bind_unix(self.socket)) as unix:
-            self.http = _bound(self.config.http, tcp)
+            self.http = bound_address(self.config.http, tcp)
             try:
                 await self._serve(unix, tcp)
             except StoppedEarly:
@@ -176,7 +179,7 @@ class PoolServer:
             await starter.cleanup()
             raise
         try:
-            self.warnings = slice_.fallbacks
+            self._warnings = slice_.fallbacks
             self._build(slice_)
             self._http = await self._runner(make_app(self))
             door = await loop.create_unix_server(self._front_door, sock=unix, backlog=BACKLOG)
@@ -186,7 +189,7 @@ class PoolServer:
             self.segment.words[segments.H_STATE] = segments.SERVING
             self._say_ready()
             async with asyncio.TaskGroup() as tasks:
-                running = (self._housekeeping(), self.summer.run(), self.fetching.run())
+                running = (self._housekeeping(), self.summer.run(), self.fetching.run(), self.cluster.run())
                 background = [tasks.create_task(each) for each in running]
                 await self._stop.wait()
                 self.state = "stopping"
@@ -238,6 +241,7 @@ class PoolServer:
         self.fetching = Fetching(self.pool, self.segment.data.array, self.now, self.wake, self.sources, config.fetch)
         self.shelf = PoolShelf(self.name, self.pool, self.segment, self.make_sums, self.fetching.bring)
         self.pages = PageServer(self.shelf, token=config.token, listening=self.http)
+        self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
         self.owners = Owners(self, config.sessions_max)
         self.owners.adopt(unfinished)
         if slice_.attached:
@@ -253,6 +257,7 @@ class PoolServer:
         if hasattr(self, "owners"):
             self.owners.close()
             self.meetings.close()
+            await self.cluster.close()
             await self.fetching.close()
             await self.pages.close()
             self.summer.close()
@@ -270,6 +275,7 @@ class PoolServer:
             busy = self.pool.tick(self.now())
             self.owners.sweep()
             self.fetching.tick(self.now())
+            self.cluster.reporter.wake()  # of what was evicted
             if busy:
                 await asyncio.sleep(0)  # requests come in between two slices
                 continue
@@ -301,7 +307,7 @@ class PoolServer:
     def _http_protocol(self) -> asyncio.BaseProtocol:
         server = self._http.server
         if server is None or len(server.connections) >= HTTP_CONNECTIONS_MAX:
-            return _Refusal()
+            return Refusal()
         return server()
 
     async def _runner(self, app: web.Application) -> web.AppRunner:
@@ -359,35 +365,3 @@ def bind_unix(path: str) -> sockets.socket:
     bound.listen(BACKLOG)
     bound.setblocking(False)
     return bound
-
-
-def bind_tcp(address: Address) -> sockets.socket:
-    """A listening TCP socket. Conflict if the port is taken or the address is not of this machine."""
-    try:
-        family, kind, protocol, _, where = sockets.getaddrinfo(address.host, address.port or 0, type=sockets.SOCK_STREAM)[0]
-        bound = sockets.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-            bound.bind(where)
-            bound.listen(BACKLOG)
-        except OSError:
-            bound.close()
-            raise
-    except OSError as error:
-        raise Conflict(
-            f"cannot listen on {address}: {error.strerror}", field="http", example="--http 127.0.0.1:0 (any free port)"
-        ) from None
-    bound.setblocking(False)
-    return bound
-
-
-def _bound(address: Address, bound: sockets.socket) -> Address:
-    return dataclasses.replace(address, port=bound.getsockname()[1])
-
-
-def _raise_file_limit() -> None:
-    """Two descriptors a client (socket, pidfd): take what the hard limit allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,121 @@
+"""Real masters and pools over loopback: who is seen where, and how soon."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import umbp
+from tests.masters import MasterProcess, call, until
+from tests.pools import PoolProcess
+from umbp.layout import Namespace
+
+PAGE = 4096
+IDENTITY: dict[str, Any] = {"model": "m", "revision": "r1", "page_tokens": 16, "layout": umbp.Layout.opaque(PAGE), "replicated": True}
+
+
+def keys_of(*numbers: int) -> np.ndarray:
+    return umbp.page_keys(np.arange(numbers[0] * 1000, numbers[0] * 1000 + 16 * len(numbers), dtype=np.uint32), page_tokens=16)
+
+
+def put(pool: PoolProcess, *numbers: int, identity: dict[str, Any] = IDENTITY) -> np.ndarray:
+    """Put a chain of pages; its keys."""
+    keys = keys_of(*numbers)
+    client = umbp.connect(pool.socket)
+    try:
+        pages = [bytes([number % 256]) * PAGE for number in numbers]
+        assert client.namespace(**identity).put(keys, pages).refused.sum() == 0
+    finally:
+        client.close()
+    return keys
+
+
+@pytest.fixture(scope="module")
+def world() -> Any:
+    """A master and two pools."""
+    with MasterProcess() as master, master.pool() as a, master.pool() as b:
+        master.synced(a, b)
+        yield master, a, b
+
+
+def test_a_commit_is_in_the_master_s_answers_within_the_time_that_is_promised(world: Any) -> None:
+    master, a, b = world
+    waited = []
+    for number in range(8):
+        keys = put(a, 10 + number)
+        began = time.monotonic()
+        until(lambda key=bytes(keys[0]): master.locations(key) == {(a.name, "dram")})
+        waited.append(time.monotonic() - began)
+    assert sorted(waited)[len(waited) // 2] < 1.0  # far from the next heartbeat; the time itself is for the benchmark
+    assert master.nodes()[a.name]["tiers"][0]["tier"] == "dram"
+    until(lambda: master.states()[b.name] == "alive")
+
+
+def test_a_removal_is_seen_too(world: Any) -> None:
+    master, a, _ = world
+    keys = put(a, 100)
+    until(lambda: master.locations(bytes(keys[0])))
+    client = umbp.connect(a.socket)
+    assert client.namespace(**IDENTITY).remove(keys) == 1
+    client.close()
+    until(lambda: not master.locations(bytes(keys[0])))
+
+
+def test_a_route_names_who_has_it_and_who_should_take_it(world: Any) -> None:
+    master, a, b = world
+    keys = put(a, 200, 201, 202, 203)
+    put(b, 200, 201)
+    until(lambda: len(master.locations(bytes(keys[3]))) == 1 and len(master.locations(bytes(keys[1]))) == 2)
+    namespace = Namespace(**IDENTITY).digest().hex()
+    body = {"namespace": namespace, "keys": [bytes(key).hex() for key in keys], "requester": b.name, "prefill_tokens_per_second": 100.0}
+    answer = master.post("/v1/route", body)
+    assert (answer["held"], answer["pages"]) == (4, 4)
+    assert [(run["node"], run["tier"]) for run in answer["runs"]][-1] == (a.name, "dram")
+    assert answer["targets"][0]["node"] == a.name  # everything is there already
+    assert answer["targets"][0]["pool_pages"] == 4
+    assert answer["targets"][1]["remote_pages"] == 2
+    dry = master.post("/v1/route", {**body, "policy": "local_first", "requester": b.name})
+    assert [(run["node"], run["start"], run["stop"]) for run in dry["runs"]] == [(b.name, 0, 2), (a.name, 2, 4)]
+
+
+def test_what_a_member_is_asked_of_the_cluster_it_hands_on(world: Any) -> None:
+    master, a, b = world
+    assert {node["id"] for node in call(a.http + "/v1/nodes")["nodes"]} == {a.name, b.name}
+    assert call(a.http + f"/v1/nodes/{b.name}")["id"] == b.name
+    assert call(a.http + "/v1/cluster")["master"] == master.ready["boot"]
+    kinds = {policy["kind"]: policy["current"] for policy in call(a.http + "/v1/policies")["policies"]}
+    assert kinds["routing"] == "fastest"
+    assert call(a.http + "/v1/policies/routing", {"name": "local_first"}, "PUT")["current"] == "local_first"
+    assert {p["kind"]: p["current"] for p in master.get("/v1/policies")["policies"]}["routing"] == "local_first"
+    master.post("/v1/policies/routing", {"name": "fastest"}, "PUT")
+
+
+def test_draining_is_kept_by_the_node_and_survives_both(world: Any) -> None:
+    master, a, _ = world
+    assert master.post(f"/v1/nodes/{a.name}/drain")["state"] == "draining"
+    time.sleep(0.5)  # a heartbeat has told the pool
+    master.restart()
+    master.synced(a)
+    assert master.nodes()[a.name]["draining"]
+    a.restart()
+    master.synced(a)
+    assert master.nodes()[a.name]["state"] == "draining"
+    assert master.post(f"/v1/nodes/{a.name}/drain", method="DELETE")["state"] == "alive"
+
+
+def test_a_pool_alone_has_the_same_answers() -> None:
+    with PoolProcess(dram="16MiB") as pool:
+        keys = put(pool, 1, 2, 3)
+        until(lambda: call(pool.http + "/v1/nodes")["nodes"][0]["synced"])
+        (one,) = call(pool.http + "/v1/nodes")["nodes"]
+        assert (one["id"], one["state"], one["source"]) == (pool.name, "alive", True)
+        until(lambda: call(pool.http + "/v1/cluster")["keys"] == 3)
+        namespace = Namespace(**IDENTITY).digest().hex()
+        body = {"namespace": namespace, "keys": [bytes(key).hex() for key in keys], "requester": pool.name}
+        answer = call(pool.http + "/v1/route", body)
+        assert [(run["node"], run["start"], run["stop"]) for run in answer["runs"]] == [(pool.name, 0, 3)]
+        with PoolProcess("--master", pool.http, dram="16MiB") as other:  # it is a master like any other
+            until(lambda: {node["id"] for node in call(pool.http + "/v1/nodes")["nodes"]} == {pool.name, other.name})

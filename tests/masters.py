@@ -1,0 +1,106 @@
+"""A real master process for tests, started, waited for, killed and restarted like the pools of `tests.pools`; and pools that belong to it.
+
+with MasterProcess() as master, master.pool() as a, master.pool() as b:
+    master.until(lambda: master.states() == {a.name: "alive", b.name: "alive"})
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.pools import PoolProcess
+
+HEARTBEAT = 0.25
+TIMING = ("--heartbeat", f"{HEARTBEAT}s", "--suspect-after", "1.5s", "--dead-after", "3s")
+UNTIL_SECONDS_MAX = 20.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago, for a master that is to come back at the same one."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(true: Callable[[], Any], seconds: float = UNTIL_SECONDS_MAX, *, what: Callable[[], Any] = lambda: "") -> float:
+    """Wait until it is true, and how long that took. Errors of HTTP count as not true yet."""
+    began = time.monotonic()
+    while True:
+        try:
+            if true():
+                return time.monotonic() - began
+        except (OSError, urllib.error.URLError, KeyError):
+            pass
+        assert time.monotonic() - began < seconds, f"not true after {seconds} s: {what()}"
+        time.sleep(0.01)
+
+
+def call(url: str, body: Any = None, method: str = "", *, seconds: float = 5.0) -> Any:
+    """The JSON answer of a GET, or of a POST where there is a body."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"} if data else {}, method=method or None)
+    with urllib.request.urlopen(request, timeout=seconds) as response:
+        return json.loads(response.read())
+
+
+class MasterProcess(PoolProcess):
+    """One master on a port of its own, which it keeps over restarts."""
+
+    said = "umbp.master ready "
+
+    def __init__(self, *options: str, timing: tuple[str, ...] = TIMING) -> None:
+        self.name = f"master-{uuid.uuid4().hex[:8]}"
+        self.folder = Path(tempfile.mkdtemp(prefix="umbp-"))
+        self.shm_dir = self.folder
+        self.socket = ""
+        self.ready = {}
+        self._log = self.folder / "log"
+        self._process = None
+        where = ["--name", self.name, "--http", f"127.0.0.1:{free_port()}", "--keys-max", "200000"]
+        self.command = [sys.executable, "-m", "umbp.master", *where, *timing, *options]
+
+    def pool(self, *options: str, dram: str = "16MiB") -> PoolProcess:
+        """A pool of this master, not started yet."""
+        return PoolProcess("--master", self.http, *options, dram=dram)
+
+    def get(self, path: str) -> Any:
+        """The JSON of a GET."""
+        return call(self.http + path)
+
+    def post(self, path: str, body: Any = None, method: str = "POST") -> Any:
+        """The JSON of a POST, or of what ``method`` says."""
+        return call(self.http + path, {} if body is None else body, method)
+
+    def nodes(self) -> dict[str, Any]:
+        """Documents by name."""
+        return {node["id"]: node for node in self.get("/v1/nodes")["nodes"]}
+
+    def states(self) -> dict[str, str]:
+        """State by name."""
+        return {name: node["state"] for name, node in self.nodes().items()}
+
+    def synced(self, *pools: PoolProcess) -> None:
+        """Wait until it knows all that these pools hold, and can reach them."""
+        names = {pool.name for pool in pools}
+
+        def there() -> bool:
+            nodes = self.nodes()
+            return all(name in nodes and nodes[name]["synced"] and nodes[name]["source"] for name in names)
+
+        until(there, what=lambda: (self.get("/v1/nodes"), self.log()[-2000:]))
+
+    def locations(self, key: bytes) -> set[tuple[str, str]]:
+        """(node, tier) of a key."""
+        found = self.get(f"/v1/keys/{key.hex()}")["keys"]
+        return {(place["node"], place["tier"]) for document in found for place in document["locations"]}

@@ -1,0 +1,68 @@
+"""The master's metrics: what each is called and where it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from umbp.core.master import Master
+from umbp.core.membership import ALIVE, DEAD, DRAINING, SUSPECT
+from umbp.metrics import Definition, Reading
+
+
+def _gauge(name: str, about: str, *labels: str) -> Definition:
+    return Definition("gauge", name, about, labels)
+
+
+def _counter(name: str, about: str, *labels: str) -> Definition:
+    return Definition("counter", name, about, labels)
+
+
+NODES = _gauge("umbp_master_nodes", "Nodes by state.", "state")
+ENGINES = _gauge("umbp_master_engines", "Engines that report their own caches.")
+KEYS = _gauge("umbp_master_keys", "Distinct keys that somebody has.")
+KEYS_MAX = _gauge("umbp_master_keys_max", "Keys that the directory holds at most.")
+NAMESPACES = _gauge("umbp_master_namespaces", "Namespaces that were reported.")
+LINKS = _gauge("umbp_master_links", "Links whose cost was measured.")
+ADVICE = _gauge("umbp_master_advice", "Advice that is out.")
+LEFT_OUT = _counter("umbp_master_left_out_keys_total", "Keys for which the directory had no room.")
+EVENTS = _counter("umbp_master_events_total", "Changes of keys that were applied.")
+BUNDLES = _counter("umbp_master_bundles_total", "Bundles of changes that were applied.")
+GAPS = _counter("umbp_master_gaps_total", "Bundles that were missing, so that a node had to send all again.")
+RESYNCS = _counter("umbp_master_resyncs_total", "Resyncs that were completed.")
+ROUTES = _counter("umbp_master_routes_total", "Routing calls that counted.")
+ASKED = _counter("umbp_master_asked_pages_total", "Pages of those calls.")
+ROUTED = _counter("umbp_master_routed_pages_total", "Pages of those calls that were worth fetching from somebody.")
+PLACED = _counter("umbp_master_placed_pages_total", "New pages that were given a place.")
+JOINS = _counter("umbp_master_joins_total", "Registrations.")
+DEATHS = _counter("umbp_master_deaths_total", "Nodes that left or expired.")
+ADVISED = _counter("umbp_master_advised_total", "Advice given.", "verb")
+
+
+def readings(master: Master) -> Iterator[Reading]:
+    """All of them, now."""
+    states = [member.state for member in master.membership.members.values()]
+    for state in (ALIVE, SUSPECT, DRAINING, DEAD):
+        yield Reading(NODES, states.count(state), (state,))
+    counts, ledger = master.counts, master.advisor.ledger
+    for definition, value in (
+        (ENGINES, len(master.engines.engines)),
+        (KEYS, len(master.directory)),
+        (KEYS_MAX, master.directory.keys_max),
+        (NAMESPACES, len(master.directory.digests)),
+        (LINKS, len(master.costs)),
+        (ADVICE, len(ledger.by_number)),
+        (LEFT_OUT, master.directory.left_out),
+        (EVENTS, counts.events),
+        (BUNDLES, counts.bundles),
+        (GAPS, counts.gaps),
+        (RESYNCS, counts.resyncs),
+        (ROUTES, counts.routes),
+        (ASKED, counts.asked_pages),
+        (ROUTED, counts.routed_pages),
+        (PLACED, counts.placed_pages),
+        (JOINS, counts.joins),
+        (DEATHS, counts.deaths),
+    ):
+        yield Reading(definition, value)
+    for verb, count in ledger.counts.items():
+        yield Reading(ADVISED, count, (verb,))

@@ -1,0 +1,319 @@
+"""The hands around `core.master`: gives it messages, time and randomness, and keeps questions from waiting behind changes.
+
+Theory of operation. All of it runs in one event loop, that of `python -m umbp.master` or of a pool with an embedded master; pools reach it
+by HTTP or, in the same process, by these methods. A bundle or piece of a node is applied in slices, and the loop serves others between
+two of them; things of one node are in order, by a lock a node. Time passes in `run`: twenty ticks a second, more while there is something
+to sweep.
+
+Every `PROBE_SECONDS`, and when a fetch from it failed, each node is asked by the address that it advertises who it is. One that does not
+answer as itself is not named as a source: it may beat and yet have told a wrong address. A fetch that worked says more than the question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from umbp.core.advice import Advice
+from umbp.core.master import SLICE, Happening, Master
+from umbp.core.membership import DEAD, Member
+from umbp.errors import InvalidRequest, UmbpError
+from umbp.master import protocol as say
+from umbp.store.index import key_words
+from umbp.types import F64, U8, U64, Tier
+from umbp.wire import Blob, decode, encode
+
+log = logging.getLogger("umbp.master")
+TICK_SECONDS = 0.05
+PROBE_SECONDS = 10.0
+PROBES_AT_A_TIME = 8
+TRUST_FETCH_SECONDS = 30.0
+
+_EVENTS: msgspec.json.Decoder[say.Events] = msgspec.json.Decoder(say.Events)
+_PIECE: msgspec.json.Decoder[say.Piece] = msgspec.json.Decoder(say.Piece)
+_ROUTE: msgspec.json.Decoder[say.RouteRequest] = msgspec.json.Decoder(say.RouteRequest)
+_LOCATE: msgspec.json.Decoder[say.LocateRequest] = msgspec.json.Decoder(say.LocateRequest)
+
+Probe = Callable[[Member], Awaitable[str]]
+"""Asks a node by its address who it is; "" where it is the member, else what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Changes that a node tells: ``words`` (n, 4), ``tiers``, ``present`` (n,); ``spaces``: digest, object bytes, count of each run."""
+
+    words: U64
+    tiers: U8
+    present: U8
+    spaces: list[tuple[bytes, int, int]]
+
+
+class MasterService:
+    """One master's behaviour, without a listener. ``masters`` are the URLs of all masters, this one included."""
+
+    def __init__(self, core: Master, *, probe: Probe | None = None, masters: Callable[[], list[str]] = list) -> None:
+        self.core = core
+        self.masters = masters
+        self._probe = probe
+        self._random = np.random.default_rng()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._fetched_at: dict[str, float] = {}  # node -> when a fetch from it worked
+        self._probe_now: dict[str, None] = {}
+        self._news = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<MasterService of {self.core!r}>"
+
+    def now(self) -> float:
+        """Seconds on a clock that only grows."""
+        return time.monotonic()
+
+    def draws(self, count: int) -> F64:
+        """Uniform numbers in [0, 1)."""
+        return self._random.random(count)
+
+    # -- members -----------------------------------------------------------------------------------------------------------------------
+
+    async def join(self, body: say.Join) -> say.Joined:
+        """A pool registers."""
+        core = self.core
+        member = core.join(
+            self.now(), body.node, body.boot, body.place, dict(body.addresses), capacities(body.tiers), draining=body.draining
+        )
+        self._probe_now[body.node] = None
+        log.info("%s joined from %s, registration %d", body.node, body.addresses, member.registration)
+        timing = core.timing
+        return say.Joined(
+            registration=member.registration,
+            master=core.boot,
+            heartbeat_seconds=timing.heartbeat,
+            dead_seconds=timing.dead,
+            masters=self.masters(),
+        )
+
+    async def beat(self, node: str, body: say.Heartbeat) -> say.Beat:
+        """A pool lives."""
+        now = self.now()
+        member, advice = self.core.beat(now, node, body.registration, capacities(body.tiers), body.held, body.done)
+        member.keys = {one.tier: one.keys for one in body.tiers}
+        for fetch in body.measured:
+            self.core.costs.measured(fetch.node, fetch.tier, node, fetch.bytes, fetch.seconds)
+            if fetch.node in self.core.membership.members and fetch.node != node:
+                self._fetched_at[fetch.node] = now
+        warnings = [f"not used as a source: {member.unreachable}"] if member.unreachable else []
+        return say.Beat(
+            state=member.state,
+            resync=member.wants_resync,
+            acknowledged=member.acknowledged,
+            warnings=warnings,
+            advice=[_advice(one, now) for one in advice],
+            masters=self.masters(),
+        )
+
+    async def leave(self, node: str, body: say.Leaving) -> say.Left:
+        """A pool stops."""
+        self.core.leave(self.now(), node, body.registration)
+        log.info("%s left", node)
+        return say.Left(state=DEAD)
+
+    async def failed(self, node: str, body: say.Failed) -> say.Left:
+        """A fetch from a node failed."""
+        member = self.core.failed(self.now(), node, body.by, body.why)
+        self._fetched_at.pop(node, None)
+        self._probe_now[node] = None
+        return say.Left(state=member.state)
+
+    async def drain(self, node: str, *, on: bool) -> Member:
+        """An operator wants nothing new there, or does again."""
+        return self.core.drain(self.now(), node, on=on)
+
+    async def swap(self, kind: str, name: str) -> None:
+        """Another policy from now on."""
+        self.core.choices.swap(kind, name)
+
+    # -- what they hold ----------------------------------------------------------------------------------------------------------------
+
+    async def events(self, node: str, frame: bytes) -> say.Applied:
+        """A bundle, as a frame."""
+        header, blob = decode(frame, _EVENTS)
+        keys, tiers, present = blob.keys(header.n), blob.take(np.uint8, header.n), blob.take(np.uint8, header.n)
+        _end(blob, tiers)
+        return await self.tell(node, header.registration, header.number, Told(key_words(keys), tiers, present, _spaces(header)))
+
+    async def piece(self, node: str, frame: bytes) -> say.Applied:
+        """A part of a resync, as a frame."""
+        header, blob = decode(frame, _PIECE)
+        keys, tiers = blob.keys(header.n), blob.take(np.uint8, header.n)
+        _end(blob, tiers)
+        told = Told(key_words(keys), tiers, np.ones(header.n, np.uint8), _spaces(header))
+        return await self.tell_piece(node, header.registration, header.sweep, header.index, told, bundle=header.bundle, last=header.last)
+
+    async def tell(self, node: str, registration: int, number: int, told: Told) -> say.Applied:
+        """A bundle."""
+        async with self._lock(node):
+            member, verdict = self.core.expects(node, registration, number)
+            if verdict == "apply":
+                await self._apply(member, told)
+                self.core.applied(member, number)
+            return say.Applied(acknowledged=member.acknowledged, gap=verdict == "gap")
+
+    async def tell_piece(self, node: str, registration: int, sweep: int, index: int, told: Told, *, bundle: int, last: bool) -> say.Applied:
+        """A part of a resync."""
+        async with self._lock(node):
+            member, verdict = self.core.expects_piece(self.now(), node, registration, sweep, index, bundle)
+            if verdict == "apply":
+                await self._apply(member, told)
+                self.core.piece_applied(self.now(), member, last=last)
+            return say.Applied(acknowledged=member.acknowledged, gap=verdict == "gap")
+
+    async def _apply(self, member: Member, told: Told) -> None:
+        core = self.core
+        spaces = core.spaces(told.spaces)
+        for start in range(0, len(told.words), SLICE):
+            part = slice(start, start + SLICE)
+            core.membership.member(member.node, member.registration)  # it may have gone while others were served
+            core.apply(self.now(), member, told.words[part], spaces[part], told.tiers[part], told.present[part])
+            if start + SLICE < len(told.words):
+                await asyncio.sleep(0)
+
+    def _lock(self, node: str) -> asyncio.Lock:
+        lock = self._locks.get(node)
+        if lock is None:
+            self.core.membership.find(node)  # no locks for names that nobody has
+            lock = self._locks[node] = asyncio.Lock()
+        return lock
+
+    # -- questions ---------------------------------------------------------------------------------------------------------------------
+
+    def plan(self, frame: bytes) -> bytes:
+        """A `RouteRequest` frame, answered by a plan frame."""
+        header, blob = decode(frame, _ROUTE)
+        keys = blob.keys(header.n)
+        blob.end()
+        plan = self.core.route(
+            self.now(),
+            bytes.fromhex(header.namespace),
+            key_words(keys),
+            header.requester,
+            self.draws(header.n),
+            prefill=header.prefill,
+            page_tokens=header.page_tokens,
+            count=header.count,
+            exclude=frozenset(header.exclude),
+        )
+        return say.encode_plan(plan)
+
+    def locate(self, frame: bytes) -> bytes:
+        """A `LocateRequest` frame."""
+        header, blob = decode(frame, _LOCATE)
+        keys = blob.keys(header.n)
+        blob.end()
+        copies, tiers = self.core.locate(self.now(), bytes.fromhex(header.namespace), key_words(keys))
+        return encode(say.LocateAnswer(n=header.n), copies, tiers)
+
+    async def external(self, engine: str, node: str, digest: bytes, tier: Tier, words: U64, *, present: bool, object_bytes: int) -> int:
+        """Keys of an engine's own cache."""
+        news = 0
+        for start in range(0, len(words), SLICE):
+            part = words[start : start + SLICE]
+            news += self.core.external(self.now(), engine, node, digest, tier, part, present=present, object_bytes=object_bytes)
+            await asyncio.sleep(0)
+        return news
+
+    async def clear(self, engine: str, tier: Tier | None) -> int:
+        """An engine has nothing in this tier, or at all, any more."""
+        return self.core.engines.clear(engine, tier)
+
+    # -- time --------------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Let time pass until cancelled."""
+        said: list[str] = []
+        told = 0
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._probing())
+            while True:
+                busy = self.core.tick(self.now())
+                if (faults := self.core.choices.faults) != said:
+                    said = faults
+                    log.error("%s", "; ".join(faults) or "policies are well again")
+                for happening in [one for one in self.core.happenings if one.number > told]:
+                    told = happening.number
+                    log.info("%s %s: %r", happening.node, happening.kind, happening.text)
+                    self._news.set()
+                await asyncio.sleep(0.002 if busy else TICK_SECONDS)
+
+    async def happened(self, after: int) -> list[Happening]:
+        """What has happened since this number; waits until there is something."""
+        while True:
+            found = [one for one in self.core.happenings if one.number > after]
+            if found:
+                return found
+            self._news = asyncio.Event() if self._news.is_set() else self._news
+            await self._news.wait()
+
+    async def _probing(self) -> None:
+        """Ask nodes by their addresses who they are."""
+        if self._probe is None:
+            return
+        asked: dict[str, float] = {}
+        while True:
+            now = self.now()
+            members = [member for member in self.core.membership.members.values() if member.state != DEAD]
+            due = [m for m in members if m.node in self._probe_now or now - asked.get(m.node, -PROBE_SECONDS) >= PROBE_SECONDS]
+            for start in range(0, len(due), PROBES_AT_A_TIME):
+                await asyncio.gather(*(self._ask(member) for member in due[start : start + PROBES_AT_A_TIME]))
+            for member in due:
+                asked[member.node] = now
+                self._probe_now.pop(member.node, None)
+            live = {member.node for member in members}
+            for known in (asked, self._locks, self._fetched_at):
+                for node in [node for node in known if node not in live]:
+                    known.pop(node, None)
+            await asyncio.sleep(TICK_SECONDS)
+
+    async def _ask(self, member: Member) -> None:
+        assert self._probe is not None
+        why = await self._probe(member)
+        if why and self.now() - self._fetched_at.get(member.node, -TRUST_FETCH_SECONDS) < TRUST_FETCH_SECONDS:
+            return
+        try:
+            self.core.membership.member(member.node, member.registration)
+        except UmbpError:
+            return  # it is another one by now
+        self.core.reached(self.now(), member, why)
+
+
+def capacities(tiers: list[say.Capacity]) -> dict[int, tuple[int, int]]:
+    """Tier -> (capacity, used) bytes."""
+    return {one.tier: (one.capacity_bytes, one.used_bytes) for one in tiers}
+
+
+def _advice(advice: Advice, now: float) -> say.Advice:
+    return say.Advice(
+        number=advice.number,
+        verb=advice.verb,
+        namespace=advice.digest.hex(),
+        keys=[bytes(key).hex() for key in advice.keys],
+        seconds=advice.seconds(now),
+        source=advice.source,
+    )
+
+
+def _spaces(header: say.Events | say.Piece) -> list[tuple[bytes, int, int]]:
+    if sum(count for _, _, count in header.spaces) != header.n:
+        raise InvalidRequest(f"the namespaces' counts do not add up to {header.n}", field="spaces")
+    return [(bytes.fromhex(digest), size, count) for digest, size, count in header.spaces]
+
+
+def _end(blob: Blob, tiers: Any) -> None:
+    blob.end()
+    if len(tiers) and int(tiers.max()) > Tier.SSD:
+        raise InvalidRequest(f"{int(tiers.max())} is no tier", field="tier", example=str(int(Tier.DRAM)))

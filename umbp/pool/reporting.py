@@ -1,0 +1,410 @@
+"""What a pool tells its master, and what it does on its advice: registration, heartbeats, events, resync; three tasks and no lock.
+
+Theory of operation
+-------------------
+`_beating` has the membership: it joins, beats, joins again when it is told that it is unknown, and goes on to the next master when one does
+not answer. It does nothing else, so no data delays it. `_telling` has the contents: it sends what the core's outbox has, milliseconds after
+the first change, in numbered bundles; or, after a join, a gap or an overflow, everything in pieces, with the bundles of meanwhile in
+between. One thing at a time is on its way, and each is made right before it is sent, so the master hears things in the order they happened.
+
+A bundle without an answer is sent again as it was; the master knows its number. With no master at all the pool serves its own clients as
+ever, the outbox overflows at its bound, and the next master is sent everything: after `RETRY_SECONDS` at the most once it is there.
+
+Advice. `hold`: the keys are looked for, and if all are here they are pinned for the time, and only then is it answered. `drop`: copies that
+another pool has promised to keep are evicted, if neither leased nor pinned and while the time lasts. `copy`: fetched like a prefetch.
+
+Cost: an idle pool sends one heartbeat a second. A key that comes or goes costs 2 us here, off the path of the put.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import chain
+from typing import Protocol
+
+import numpy as np
+
+from umbp.core.objects import LIVE
+from umbp.core.outbox import Changes
+from umbp.core.plans import NOTHING, Plan
+from umbp.core.pool import Pool
+from umbp.errors import Conflict, UmbpError, Unavailable, UnknownNode
+from umbp.master import protocol as say
+from umbp.master.service import Told
+from umbp.pool.masters import Port
+from umbp.types import I64, U8, U64, Mask, Tier
+
+log = logging.getLogger("umbp.pool.reporting")
+GATHER_SECONDS = 0.005  # after the first change, so that a burst of puts is one bundle; far below the 50 ms that are promised
+RETRY_SECONDS = 0.5
+TELL_SECONDS_MAX = 3.0
+MEASURED_MAX = 256
+FAILED_SECONDS_MAX = 1.0
+FAILURES_MAX = 32  # reports of failed fetches on their way
+PIECE_KEYS = say.KEYS_MAX // 2  # 4,096: batches of a put are not cut
+SCAN_ENTRIES = 1 << 16  # looked at for one piece: about 0.3 ms
+
+
+class Keeps(Protocol):
+    """A further tier of this pool, as a resync sees it."""
+
+    tier: Tier
+
+    def held(self) -> Iterator[U64]:
+        """All its keys in parts: (n, 5) words, the key and size << 32 | namespace number. It may change between two parts."""
+        ...
+
+
+class Reporter:
+    """Speaks for one pool. ``ports`` are the masters in the order they are tried; ``tiers()`` says how full each tier is."""
+
+    def __init__(
+        self, pool: Pool, name: str, boot: int, place: str, ports: Sequence[Port], tiers: Callable[[], list[say.Capacity]]
+    ) -> None:
+        self.pool, self.name, self.boot, self.place = pool, name, boot, place
+        self.addresses: dict[str, str] = {}
+        self.keeps: list[Keeps] = []
+        self.copy: Callable[[bytes, U8, float], bool] | None = None  # starts a prefetch: digest, keys, seconds; False if it cannot
+        self.registration = 0  # 0: not a member
+        self.draining = False
+        self.warnings: list[str] = []
+        self.heartbeat_seconds = 1.0
+        self.counts = {"bundles": 0, "resyncs": 0, "joins": 0, "held": 0, "dropped": 0, "copied": 0}
+        self._ports, self._at = list(ports), 0
+        self._tiers = tiers
+        self._wake, self._join_now = asyncio.Event(), asyncio.Event()
+        self._resync = True
+        self._synced = asyncio.Event()
+        self._number = self._sweep = 0
+        self._measured: deque[say.Measured] = deque(maxlen=MEASURED_MAX)
+        self._held: list[int] = []
+        self._done: list[int] = []
+        self._failures: set[asyncio.Task[None]] = set()
+        self._said = ""
+
+    def __repr__(self) -> str:
+        return f"<Reporter of {self.name}, {f'registration {self.registration}' if self.registration else 'no member'}>"
+
+    @property
+    def port(self) -> Port:
+        """The master that is spoken to."""
+        return self._ports[self._at]
+
+    # -- what others ask of it ---------------------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something may have changed."""
+        if self.pool.objects.outbox.keys:
+            self._wake.set()
+
+    async def wait_synced(self) -> None:
+        """Until a master has heard all that this pool holds."""
+        await self._synced.wait()
+
+    async def plan(
+        self, digest: bytes, keys: U8, seconds: float, *, count: bool = True, exclude: Sequence[str] = (), prefill: float = 0.0
+    ) -> Plan:
+        """Who serves these keys, (n, 32), to this pool. `Unavailable` where no master answers in time."""
+        if not len(keys):
+            return NOTHING
+        request = say.RouteRequest(
+            namespace=digest.hex(), requester=self.name, n=len(keys), count=count, exclude=list(exclude)[:64], prefill=prefill
+        )
+        return await self.port.plan(request, keys, seconds)
+
+    async def locate(self, digest: bytes, keys: U8, seconds: float) -> tuple[U8, U8]:
+        """How many hold each key, and in which tiers (bit t)."""
+        return await self.port.locate(digest, keys, seconds)
+
+    def measured(self, node: str, tier: Tier, size_bytes: int, seconds: float) -> None:
+        """A fetch from a node took this long; told with the next heartbeat."""
+        self._measured.append(say.Measured(node=node, tier=int(tier), bytes=size_bytes, seconds=min(seconds, 86_400.0)))
+
+    def failed(self, node: str, why: str) -> None:
+        """A fetch from a node failed; told at once, and not waited for."""
+        if len(self._failures) < FAILURES_MAX:
+            task = asyncio.get_running_loop().create_task(self._tell_failed(node, why))
+            self._failures.add(task)
+            task.add_done_callback(self._failures.discard)
+
+    # -- life --------------------------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._beating())
+            tasks.create_task(self._telling())
+
+    async def close(self) -> None:
+        """A clean stop: say so, within a moment."""
+        if self.registration:
+            try:
+                await self.port.leave(self.name, say.Leaving(registration=self.registration), FAILED_SECONDS_MAX)
+            except UmbpError as error:
+                log.info("the master was not told of the stop: %s", error)
+        for task in list(self._failures):
+            task.cancel()
+        await asyncio.gather(*self._failures, return_exceptions=True)
+        for port in self._ports:
+            await port.close()
+
+    # -- membership --------------------------------------------------------------------------------------------------------------------
+
+    async def _beating(self) -> None:
+        while True:
+            began = time.monotonic()
+            wait = self.heartbeat_seconds
+            try:
+                if not self.registration:
+                    await self._join()
+                else:
+                    await self._beat()
+                self._say("")
+            except UnknownNode:
+                self._lost()
+                wait = 0.0
+            except Conflict as error:
+                self._say(f"refused by the master: {error}")
+            except UmbpError as error:
+                self._say(str(error))
+                self._at = (self._at + 1) % len(self._ports)
+                wait = 0.0 if self._at and len(self._ports) > 1 else min(RETRY_SECONDS, self.heartbeat_seconds)
+                if self._at:
+                    began = 0.0
+            self._join_now.clear()
+            left = began + wait - time.monotonic()
+            if left > 0:
+                try:
+                    async with asyncio.timeout(left):
+                        await self._join_now.wait()
+                except TimeoutError:
+                    continue
+            else:
+                await asyncio.sleep(0)
+
+    async def _join(self) -> None:
+        body = say.Join(
+            node=self.name, boot=self.boot, place=self.place, addresses=self.addresses, tiers=self._tiers(), draining=self.draining
+        )
+        joined = await self.port.join(body, self._patience())
+        self.registration, self._number, self._resync = joined.registration, 0, True
+        self._held, self._done = [], []
+        self.heartbeat_seconds = max(0.05, min(joined.heartbeat_seconds, 60.0))
+        self.counts["joins"] += 1
+        self._wake.set()
+        if self.port.url:
+            log.info("member of the cluster of %s, registration %d", self.port.url, self.registration)
+
+    async def _beat(self) -> None:
+        measured = [self._measured.popleft() for _ in range(len(self._measured))]
+        held, done = self._held[:64], self._done[:64]
+        body = say.Heartbeat(registration=self.registration, tiers=self._tiers(), measured=measured, held=held, done=done)
+        beat = await self.port.beat(self.name, body, self._patience())
+        self._held, self._done = self._held[len(held) :], self._done[len(done) :]
+        self.draining = beat.state == "draining"
+        self.warnings = [f"the master says: {warning}" for warning in beat.warnings]
+        if beat.resync:
+            self._resync = True
+            self._wake.set()
+        for advice in beat.advice:
+            self._heed(advice)
+
+    def _patience(self) -> float:
+        """A master that does not answer within a heartbeat is as good as dead: the next one is asked."""
+        return max(0.25, self.heartbeat_seconds)
+
+    def _lost(self) -> None:
+        """Not a member any more."""
+        self._synced.clear()
+        if self.registration:
+            log.warning("the master does not know us any more; joining again")
+        self.registration = 0
+        self._join_now.set()
+
+    def _say(self, what: str) -> None:
+        """Once for each change."""
+        if what != self._said:
+            self._said = what
+            if what:
+                log.warning("%s", what)
+
+    @property
+    def trouble(self) -> str:
+        """Why it is no member now, for ``/readyz``; "" where it is one."""
+        return self._said
+
+    async def _tell_failed(self, node: str, why: str) -> None:
+        try:
+            await self.port.failed(node, say.Failed(by=self.name, why=why[:256]), FAILED_SECONDS_MAX)
+        except UmbpError as error:
+            log.debug("the master was not told that %s failed: %s", node, error)
+
+    # -- contents ----------------------------------------------------------------------------------------------------------------------
+
+    async def _telling(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            await asyncio.sleep(GATHER_SECONDS)
+            registration = self.registration
+            if not registration:
+                continue  # `_join` wakes us
+            try:
+                outbox = self.pool.objects.outbox
+                if self._resync or outbox.overflow:
+                    await self._tell_all(registration)
+                while outbox.keys and not self._resync:
+                    await self._tell_changes(registration)
+                if self._resync or outbox.overflow:
+                    self._wake.set()
+            except UnknownNode:
+                if registration == self.registration:
+                    self._lost()
+            except UmbpError as error:
+                log.info("telling the master failed, all will be told again: %s", error)
+                self._resync = True
+                await asyncio.sleep(min(RETRY_SECONDS, self.heartbeat_seconds))
+                self._wake.set()
+
+    async def _tell_changes(self, registration: int) -> None:
+        """One bundle, or a few where there are very many namespaces."""
+        outbox = self.pool.objects.outbox
+        changes = outbox.take(PIECE_KEYS, self._visible)
+        for told in self._told(changes):
+            number = self._number + 1
+
+            async def send(seconds: float, number: int = number, told: Told = told) -> say.Applied:
+                return await self.port.tell(self.name, registration, number, told, seconds)
+
+            if (await self._until_told(registration, send)).gap:
+                self._resync = True
+                return
+            self._number = number
+            self.counts["bundles"] += 1
+
+    async def _tell_all(self, registration: int) -> None:
+        """Everything, in pieces, with the changes of meanwhile in between; the last piece is empty."""
+        outbox = self.pool.objects.outbox
+        outbox.begin()
+        self._resync = False
+        self._sweep += 1
+        bundle, index, count, began = self._number, 0, 0, time.monotonic()
+        for group in chain(self._pieces(), [None]):
+            for told in group or [_NOTHING]:
+
+                async def send(seconds: float, index: int = index, told: Told = told, last: bool = group is None) -> say.Applied:
+                    return await self.port.tell_piece(self.name, registration, self._sweep, index, told, seconds, bundle=bundle, last=last)
+
+                if (await self._until_told(registration, send)).gap:
+                    self._resync = True
+                index, count = index + 1, count + len(told.words)
+            while outbox.keys > PIECE_KEYS and not self._resync:
+                await self._tell_changes(registration)
+            if outbox.overflow or self._resync:
+                self._resync = True
+                return
+        self.counts["resyncs"] += 1
+        self._synced.set()
+        log.info("told the master all: %d keys in %d pieces, %.2f s", count, index, time.monotonic() - began)
+
+    async def _until_told(self, registration: int, send: Callable[[float], Awaitable[say.Applied]]) -> say.Applied:
+        """Send until it is answered, to whichever master is spoken to. UnknownNode if the registration is over meanwhile."""
+        while True:
+            if registration != self.registration:
+                raise UnknownNode("registered anew")
+            try:
+                return await send(TELL_SECONDS_MAX)
+            except Unavailable:
+                await asyncio.sleep(min(RETRY_SECONDS, self.heartbeat_seconds))
+
+    def _told(self, changes: Changes) -> Iterator[Told]:
+        """Changes as bundles: keys of one namespace together."""
+        digests, numbers = self.pool.digests, changes.numbers
+        known = np.array([number in digests for number in numbers.tolist()], bool)
+        keep = np.flatnonzero(known)
+        order = keep[np.argsort(numbers[keep], kind="stable")]
+        kinds, starts = np.unique(numbers[order], return_index=True)
+        stops = np.append(starts[1:], len(order))
+        runs = [
+            (digests[number], int(changes.sizes[order[start]]), stop - start)
+            for number, start, stop in zip(kinds.tolist(), starts.tolist(), stops.tolist(), strict=True)
+        ]
+        at = 0
+        for first in range(0, len(runs), say.SPACES_MAX):
+            group = runs[first : first + say.SPACES_MAX]
+            which = order[at : at + sum(count for _, _, count in group)]
+            at += len(which)
+            yield Told(changes.words[which], changes.tiers[which], changes.present[which], group)
+
+    def _pieces(self) -> Iterator[list[Told]]:
+        """All that this pool holds, in parts, each as it is when it is asked for."""
+        objects, entries = self.pool.objects, self.pool.table.entries
+        rows: list[U64] = []
+        count = 0
+        for start in range(0, objects.capacity, SCAN_ENTRIES):
+            part = slice(start, start + SCAN_ENTRIES)
+            ids: I64 = np.flatnonzero((objects.state[part] == LIVE) & (objects.row[part] >= 0)) + start
+            for first in range(0, len(ids), PIECE_KEYS):
+                some = ids[first : first + PIECE_KEYS]
+                rows.append(entries[some[self._visible(some)], :5])
+                count += len(some)
+                if count >= PIECE_KEYS:
+                    yield self._piece(np.concatenate(rows), Tier.DRAM)
+                    rows, count = [], 0
+            if rows:  # what was seen now is not to be sent after something newer
+                yield self._piece(np.concatenate(rows), Tier.DRAM)
+                rows, count = [], 0
+        for keeper in self.keeps:
+            for held in keeper.held():
+                yield from (self._piece(held[first : first + say.KEYS_MAX], keeper.tier) for first in range(0, len(held), say.KEYS_MAX))
+
+    def _piece(self, rows: U64, tier: Tier) -> list[Told]:
+        n = len(rows)
+        numbers, sizes = (rows[:, 4] & np.uint64(0xFFFF_FFFF)).astype(np.uint32), (rows[:, 4] >> np.uint64(32)).astype(np.int64)
+        words = np.ascontiguousarray(rows[:, :4])
+        return list(self._told(Changes(words, numbers, sizes, np.full(n, tier, np.uint8), np.ones(n, np.uint8))))
+
+    def _visible(self, ids: I64) -> Mask:
+        visible: Mask = (self.pool.objects.state[ids] == LIVE) & (self.pool.objects.row[ids] >= 0)
+        return visible
+
+    # -- advice ------------------------------------------------------------------------------------------------------------------------
+
+    def _heed(self, advice: say.Advice) -> None:
+        keys = np.frombuffer(bytes.fromhex("".join(advice.keys)), np.uint8).reshape(-1, 32)
+        state = self.pool.by_digest.get(bytes.fromhex(advice.namespace))
+        now = time.monotonic()
+        if state is None or not len(keys) or len(keys) > say.KEYS_MAX:
+            self._done.append(advice.number)
+            return
+        account = state.account
+        found = self.pool.find_keys(account, keys)
+        if advice.verb == "hold":
+            if found.hit.all():
+                try:
+                    self.pool.pin(now, 0, account.row, keys, 30.0, "held while another node drops its copies")
+                except UmbpError as error:
+                    log.info("keys are not held for others: %s", error)
+                    return
+                self._held.append(advice.number)
+                self.counts["held"] += len(keys)
+            return  # not all here: no answer, and so nobody drops them
+        if advice.verb == "drop":
+            ids = np.unique(found.ids[found.hit])
+            objects = self.pool.objects
+            free = ids[(objects.leases[ids] == 0) & (objects.pins[ids] == 0) & (objects.state[ids] == LIVE)]
+            if advice.seconds > 0:
+                objects.hide(free, evicted=True)
+                self.counts["dropped"] += len(free)
+        elif advice.verb == "copy" and self.copy is not None and self.copy(state.digest, keys, advice.seconds):
+            self.counts["copied"] += len(keys)
+        self._done.append(advice.number)
+
+
+_NOTHING = Told(np.empty((0, 4), np.uint64), np.empty(0, np.uint8), np.empty(0, np.uint8), [])
+
+__all__ = ["Keeps", "Reporter"]
