@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from umbp.core.directory import Directory
@@ -277,6 +277,7 @@ class Model:
 
 @settings(max_examples=300, deadline=None)
 @given(script=st.lists(steps, max_size=60))
+@example(script=[("begin", 0), ("add", 0, [0], 0, 2), ("settle", 0), ("begin", 0)])  # a second resync before the sweep came round
 def test_any_order_of_changes_gives_what_sets_would(script: list[Any]) -> None:
     directory, model = made(128), Model()
     numbers = [directory.holders.take() for _ in range(6)]

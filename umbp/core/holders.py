@@ -2,9 +2,10 @@
 
     free --take--> counted --drop--> dropped --(a whole round of the sweep)--> free
 
-A counted holder has an epoch of four bits. `begin` starts the next one; until `settle` cells of the old and the new epoch count, after it
-only those of the new, and after a whole round of the sweep no others are left and nothing needs to be compared. Sixteen epochs that
-were begun and never settled would wrap round: the caller drops the holder before that (`begun_max`).
+A counted holder has an epoch of four bits. `begin` starts the next one; until `settle` cells of the old and the new epoch count (from the
+one that was settled last on: what was void then stays void), after it only those of the new, and after a whole round of the sweep no
+others are left and nothing needs to be compared. Sixteen epochs that were begun and never settled would wrap round: the caller drops the
+holder before that (`begun_max`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Holders:
 
     def __init__(self) -> None:
         self._live: Mask = np.zeros(HOLDERS_MAX, bool)
-        self._strict: Mask = np.zeros(HOLDERS_MAX, bool)  # only the current epoch counts
+        self._strict: Mask = np.zeros(HOLDERS_MAX, bool)  # only the epochs from the settled one to the current one count
+        self._settled: U8 = np.zeros(HOLDERS_MAX, np.uint8)
         self.epochs: U8 = np.zeros(HOLDERS_MAX, np.uint8)
         self._begun: U8 = np.zeros(HOLDERS_MAX, np.uint8)  # epochs since the last round that cleaned this holder
         self._free: list[int] = []
@@ -62,8 +64,8 @@ class Holders:
         return True
 
     def settle(self, holder: int) -> None:
-        """Only the current epoch counts from now on."""
-        self._strict[holder] = True
+        """Only the current epoch counts from now on, and those that are begun after it."""
+        self._strict[holder], self._settled[holder] = True, self.epochs[holder]
         self._until[holder] = (self._round + 1, self.position)
 
     def counts(self, cells: U32) -> Mask:
@@ -71,7 +73,9 @@ class Holders:
         holder = (cells >> 8).astype(np.int64) & (HOLDERS_MAX - 1)
         good: Mask = self._live[holder]
         if self._until:  # otherwise no cell of an old epoch is left
-            good &= ~self._strict[holder] | ((cells >> _U32(4) & _U32(15)) == self.epochs[holder])
+            settled = self._settled[holder]
+            age = ((cells >> _U32(4)).astype(np.uint8) - settled) & 15
+            good &= ~self._strict[holder] | (age <= ((self.epochs[holder] - settled) & 15))
         return good
 
     @property
