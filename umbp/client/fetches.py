@@ -67,7 +67,7 @@ class Wanted:
 
     def fresh(self) -> I64:
         """Indices of the caller's keys that have come since this was asked last."""
-        new = (self.status == ReadStatus.HIT) & ~self.seen
+        new = (self.status == ReadStatus.HIT.value) & ~self.seen
         self.seen |= new
         fresh: I64 = self.which[new]
         return fresh
@@ -77,7 +77,7 @@ def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: floa
     """`Operations.get`, and what is not in DRAM by way of it, within ``deadline`` seconds. What has not come by then is BUSY."""
     seconds = _seconds(deadline, FETCH_SECONDS)
     statuses = yield from operations.get(keys, out, verify)
-    missing = np.flatnonzero(statuses.codes == ReadStatus.MISS)
+    missing = np.flatnonzero(statuses.codes == ReadStatus.MISS.value)
     if not len(missing) or not seconds or not operations.may_fetch:
         return statuses
     array, rows, codes = as_keys(keys), operations.rows(out), statuses.codes
@@ -98,8 +98,8 @@ def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: floa
         pass
     finally:
         yield from end(wanted)
-    absent = wanted.status != ReadStatus.HIT
-    codes[missing[absent]] = np.where(wanted.status[absent] == PENDING, ReadStatus.BUSY, wanted.status[absent])
+    absent = wanted.status != ReadStatus.HIT.value
+    codes[missing[absent]] = np.where(wanted.status[absent] == PENDING, ReadStatus.BUSY.value, wanted.status[absent])
     return statuses
 
 
@@ -202,7 +202,8 @@ def _look(wanted: Wanted) -> Operation[None]:
 
 
 def _status(reply: wire.Prefetched, blob: wire.Blob) -> PrefetchStatus:
-    return PrefetchStatus(reply.request, PrefetchState[reply.state.upper()], blob.take(np.uint8, reply.n) == ReadStatus.HIT, reply.left)
+    hits = blob.take(np.uint8, reply.n) == ReadStatus.HIT.value
+    return PrefetchStatus(reply.request, PrefetchState[reply.state.upper()], hits, reply.left)
 
 
 def _seconds(value: float | None, default: float, field_name: str = "deadline") -> float:

@@ -97,12 +97,12 @@ class Operations:
 
     def read(self, array: U8, rows: Rows, verify: str) -> Operation[Statuses]:
         """`get` of what is in DRAM, of arguments that were checked, without a word to the access history."""
-        status = np.full(len(array), ReadStatus.MISS, np.uint8)
+        status = np.full(len(array), ReadStatus.MISS.value, np.uint8)
         if not len(array):
             return Statuses(status, ReadStatus)
         look = self.look(array)
         if look is None:
-            status[:] = ReadStatus.BUSY
+            status[:] = ReadStatus.BUSY.value
             return Statuses(status, ReadStatus)
         wanted = np.flatnonzero(look.found.hit)
         step = max(1, CHUNK_BYTES // self.object_bytes)
@@ -110,7 +110,7 @@ class Operations:
         for start in range(0, len(wanted), step):
             part = wanted[start : start + step]
             good = yield from self._copy_out(look, part, rows)
-            status[part[good]] = ReadStatus.HIT
+            status[part[good]] = ReadStatus.HIT.value
             lost.append(part[~good])
         again = np.concatenate(lost) if lost else wanted
         if verify != "never":
@@ -153,7 +153,7 @@ class Operations:
             look = Look(lease.look.bond, lease.look.number, lease.look.found.only(held))
             part = rows.only(which[held])
             good = yield from self._copy_out(look, np.arange(len(held)), part)
-            again = np.where(good, ReadStatus.HIT, ReadStatus.MISS).astype(np.uint8)
+            again = np.where(good, ReadStatus.HIT.value, ReadStatus.MISS.value).astype(np.uint8)
             if verify != "never":
                 yield from self._verify(look, part, again, verify)
             status[which[held]] = again
@@ -162,9 +162,9 @@ class Operations:
 
     def _verify(self, look: Look, rows: Rows, status: U8, verify: str) -> Operation[None]:
         """Hits that do not match their checksum become misses; those that cannot be compared now, because the pool went, are BUSY."""
-        hits = np.flatnonzero((status == ReadStatus.HIT) & look.found.hit)
+        hits = np.flatnonzero((status == ReadStatus.HIT.value) & look.found.hit)
         bad, unknown = yield from self._wrong(look, hits, rows.row, verify)
-        status[bad], status[unknown] = ReadStatus.MISS, ReadStatus.BUSY
+        status[bad], status[unknown] = ReadStatus.MISS.value, ReadStatus.BUSY.value
 
     def _wrong(self, look: Look, which: I64, bytes_of: Callable[[int], memoryview], verify: str) -> Operation[tuple[I64, I64]]:
         """Of these items, which do not match the pool's checksums (they are dropped and counted), and which could not be compared."""
@@ -255,7 +255,7 @@ class Operations:
         """Store pages that ``fill`` writes in place; one `WriteStatus` an item."""
         array = as_keys(keys)
         before = b"" if parent is None else as_keys([parent], "parent")[0].tobytes()
-        status = np.full(len(array), WriteStatus.UNAVAILABLE, np.uint8)
+        status = np.full(len(array), WriteStatus.UNAVAILABLE.value, np.uint8)
         step = max(1, min(wire.BATCH_MAX, CHUNK_BYTES // self.object_bytes))
         for start in range(0, len(array), step):
             chunk = slice(start, min(start + step, len(array)))
@@ -263,7 +263,7 @@ class Operations:
             try:
                 yield from self._put_chunk(array[chunk], np.arange(chunk.start, chunk.stop), fill, before, part)
             except Unavailable:
-                part[part < WriteStatus.ALL_LEASED] = WriteStatus.UNAVAILABLE
+                part[part < WriteStatus.ALL_LEASED.value] = WriteStatus.UNAVAILABLE.value
             before = array[chunk.stop - 1].tobytes()
         return Statuses(status, WriteStatus)
 
@@ -276,22 +276,23 @@ class Operations:
         if look is None:
             return
         if len(look.found.hit) == len(keys) and look.found.hit.all():
-            status[:] = WriteStatus.EXISTS
+            status[:] = WriteStatus.EXISTS.value
             return
         status[:] = yield from self._write(look.bond, look.number, keys, items, fill, parent)
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
-        while (pending := np.flatnonzero(status == WriteStatus.PENDING)).size:
+        while WriteStatus.PENDING.value in status.tobytes():
+            pending = np.flatnonzero(status == WriteStatus.PENDING.value)
             look = self.look(keys[pending])
             if look is None:
-                status[pending] = WriteStatus.UNAVAILABLE
+                status[pending] = WriteStatus.UNAVAILABLE.value
                 return
-            status[pending[look.found.hit]] = WriteStatus.EXISTS
+            status[pending[look.found.hit]] = WriteStatus.EXISTS.value
             pending = pending[~look.found.hit]
             if not pending.size:
                 return
             if time.monotonic() > give_up:
-                status[pending] = WriteStatus.IN_FLIGHT
+                status[pending] = WriteStatus.IN_FLIGHT.value
                 return
             yield Pause(pause)
             pause = min(pause * 2, 0.05)

@@ -37,7 +37,7 @@ class Reserved:
 def flushed(count: int) -> Reserved:
     """The answer to a writer whose namespace was flushed."""
     none = np.empty(0, np.int64)
-    return Reserved(0, np.full(count, WriteStatus.FLUSHED, np.uint8), np.zeros(count, bool), none, none)
+    return Reserved(0, np.full(count, WriteStatus.FLUSHED.value, np.uint8), np.zeros(count, bool), none, none)
 
 
 class Puts:
@@ -62,22 +62,22 @@ class Puts:
         """Room for what is absent of these keys, as far as the client waits for it. `settle` must follow."""
         words, place = key_words(keys), place_word(account.number, account.object_bytes)
         prints = hashes(words, np.uint64(account.number), self.table.seed)
-        status = np.full(len(keys), WriteStatus.PENDING, np.uint8)
+        status = np.full(len(keys), WriteStatus.PENDING.value, np.uint8)
         if self.table.none_of(prints):  # nearly always
             found = nothing_found(len(keys))
         else:
             found = self.table.find(words, account.number, place, prints)
-            status[found.hit] = WriteStatus.EXISTS
+            status[found.hit] = WriteStatus.EXISTS.value
         names: list[bytes] = words.view("V32").reshape(-1).tolist()
         mine = self._first_of_absent(account, found.hit, names)
         if admit and self.admission is not None and mine.any():
             admitted = self.admission.admit(now, prints[mine], fill=self._fill())
             if not admitted.all():
                 declined = np.flatnonzero(mine)[~admitted]
-                status[declined] = WriteStatus.NOT_ADMITTED
+                status[declined] = WriteStatus.NOT_ADMITTED.value
                 mine[declined] = False
         if not self.writes.may_start(session):
-            status[mine] = WriteStatus.TOO_MANY_RESERVATIONS
+            status[mine] = WriteStatus.TOO_MANY_RESERVATIONS.value
             mine[:] = False
         offsets = self._make_room(now, account, found, status, mine)
         if not len(offsets):
@@ -120,12 +120,12 @@ class Puts:
             raise InvalidRequest(f"{len(filled)} items, the reservation has {len(made.ids)}", field="filled")
         if made is not None and self.writes.show(session, number, filled, sums):
             self._rest = lambda: self._committed(now, made, sums)
-            return np.full(len(filled), WriteStatus.STORED, np.uint8)
+            return np.full(len(filled), WriteStatus.STORED.value, np.uint8)
         status = self.writes.finish(now, session, number, filled, sums)
         if made is not None:
             self._count_refused(made.account, status)
             if sums is None:
-                self._stored(made.ids[status == WriteStatus.STORED])
+                self._stored(made.ids[status == WriteStatus.STORED.value])
         return status
 
     def _committed(self, now: float, made: Reservation, sums: U64 | None) -> None:

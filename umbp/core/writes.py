@@ -85,17 +85,17 @@ class Writes:
         """Commit what was filled and give the rest back. One status per item: stored, or refused with the reason."""
         made = self.open.get(number)
         if made is None or made.session != session:
-            return np.full(len(filled), WriteStatus.EXPIRED, np.uint8)
+            return np.full(len(filled), WriteStatus.EXPIRED.value, np.uint8)
         assert len(filled) == len(made.ids)
         self._drop(made)
-        status = np.full(len(filled), WriteStatus.STORED, np.uint8)
+        status = np.full(len(filled), WriteStatus.STORED.value, np.uint8)
         if made.expired:
-            status[:] = WriteStatus.EXPIRED
+            status[:] = WriteStatus.EXPIRED.value
         elif made.account.number != made.namespace:
-            status[:] = WriteStatus.FLUSHED
-        status[~filled & (status == WriteStatus.STORED)] = WriteStatus.UNAVAILABLE
-        status[~made.entered & (status == WriteStatus.STORED)] = WriteStatus.KEY_LIMIT
-        good = status == WriteStatus.STORED
+            status[:] = WriteStatus.FLUSHED.value
+        status[~filled & (status == WriteStatus.STORED.value)] = WriteStatus.UNAVAILABLE.value
+        status[~made.entered & (status == WriteStatus.STORED.value)] = WriteStatus.KEY_LIMIT.value
+        good = status == WriteStatus.STORED.value
         if good.any():
             self.objects.table.publish(made.ids[good], None if sums is None else sums[good])
             self.objects.publish(now, made.ids[good], made.parents.only(good), made.fingerprints[good])

@@ -49,7 +49,8 @@ _ONE = _U(1)
 _M1, _M2, _STEP = 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB, 0x9E37_79B9_7F4A_7C15
 _MIX = _U(_M1)
 _ALL = (1 << 64) - 1
-_SECOND = _U(0x5BD1_E995_5BD1_E995)
+_SECOND_INT = 0x5BD1_E995_5BD1_E995
+_SECOND = _U(_SECOND_INT)
 
 _FOUR = np.uint32(0x0101_0101)  # four bools, all True, seen as one word
 
@@ -103,7 +104,7 @@ def hashes(words: U64, number: np.uint64 | U64, seed: np.uint64) -> U64:
         return np.array([_hash_one(key, int(number), int(seed)) for key in words.tolist()], np.uint64)
     for_words, odd = _multipliers(int(seed))
     h: U64 = words @ for_words
-    h += np.atleast_1d(number) * _U(odd[4])  # as an array: unlike a scalar it may wrap
+    h += number * _U(odd[4]) if isinstance(number, np.ndarray) else _U(int(number) * odd[4] & _ALL)
     h ^= h >> _SHIFT
     h *= _MIX
     h ^= h >> _U(29)
@@ -233,12 +234,11 @@ class IndexReader:
 
     def _settle(self, words: U64, place: np.uint64, hashed: U64, hit: Mask, ids: I64, rows: U64, which: I64) -> None:
         """Look at keys one by one: those that a pass could not decide, and those of a small call."""
-        h = hashed[which]
-        first, tag = h & self._mask, h & ~_LOW
-        homes = zip(first.tolist(), self.second_bucket(first, tag).tolist(), strict=True)
-        for item, key, where, mark in zip(which.tolist(), words[which].tolist(), homes, tag.tolist(), strict=True):
+        mask = len(self.buckets) - 1
+        for item, key, h in zip(which.tolist(), words[which].tolist(), hashed[which].tolist(), strict=True):
+            where = h & mask, h & mask ^ (((h >> 32) * _SECOND_INT & _ALL) >> 17 | 1) & mask  # as `second_bucket`, for one
             for _ in range(RETRIES_MAX):
-                found, changed = self._find_one([*key, int(place)], where, mark >> 32)
+                found, changed = self._find_one([*key, int(place)], where, h >> 32)
                 if found is not None:
                     hit[item], ids[item], rows[item] = True, found[0], found[1]
                 if found is not None or not changed:
