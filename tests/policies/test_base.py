@@ -10,7 +10,7 @@ import pytest
 
 from tests.policies.calls import anything, inserted
 from umbp.errors import NotFound
-from umbp.policies import ADMISSION, EVICTION, find, names, register
+from umbp.policies import ADMISSION, CLEANING, EVICTION, STRIPING, find, names, register
 
 THEIRS = '''
 import numpy as np
@@ -40,6 +40,8 @@ class Newest:
 def test_every_policy_is_found_by_its_name() -> None:
     assert {"lru", "leaf_lru", "lrfu", "sieve", "s3fifo"} <= set(names(EVICTION))
     assert {"always", "second_touch"} <= set(names(ADMISSION))
+    assert {"cost_benefit", "greedy"} <= set(names(CLEANING))
+    assert {"even", "fill"} <= set(names(STRIPING))
     for kind in (EVICTION, ADMISSION):
         for name in names(kind):
             assert find(kind, name)(16)

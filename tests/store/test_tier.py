@@ -1,4 +1,4 @@
-"""What every tier promises (`umbp.store.base`): one contract, over the fake in memory and over the DRAM segment with the pool's core."""
+"""What every tier promises (`umbp.store.base`): one contract, over the fake in memory, the DRAM segment with the pool's core, and SSDs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.store.disks import make_tier
 from umbp.client.mover import gather, scatter
 from umbp.core.pool import Limits, Pool
 from umbp.store import segment
 from umbp.store.base import MemoryTier, Tier
 from umbp.store.index import key_words, place_word
 from umbp.store.segment import Geometry, create
+from umbp.store.ssd import SsdTier
 from umbp.types import U8, Mask, ReadStatus, WriteStatus
 
 MIB = 1 << 20
@@ -93,14 +95,25 @@ class DramTier:
 TIERS: dict[str, Callable[[Path], Tier]] = {
     "memory": lambda path: MemoryTier(CAPACITY),
     "dram": lambda path: DramTier(str(path), CAPACITY),
+    "ssd": lambda path: ssd_tier(path),
+    "two ssds": lambda path: ssd_tier(path / "a", path / "b"),
 }
+
+
+def ssd_tier(*folders: Path) -> SsdTier:
+    """Its files may be larger than its pages: what is in between is what cleaning works with."""
+    tier = make_tier(*folders, size=32 * MIB, segment_bytes=2 * MIB)
+    tier.ledger.pages_bytes_max = CAPACITY
+    return tier
 
 
 @pytest.fixture(params=TIERS)
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     made = TIERS[request.param](tmp_path)
     yield made
-    if isinstance(made, DramTier):
+    if isinstance(made, SsdTier):
+        made.check()
+    if isinstance(made, DramTier | SsdTier):
         made.close()
 
 

@@ -29,8 +29,10 @@ ROUTING = "routing"  # these four are the master's: see `umbp.policies.cluster`
 PLACEMENT = "placement"
 REPLICATION = "replication"
 REBALANCING = "rebalancing"
+CLEANING = "cleaning"  # these two are the SSD tier's: see the files of their names
+STRIPING = "striping"
 CLUSTER_KINDS = (ROUTING, PLACEMENT, REPLICATION, REBALANCING)
-KINDS = (EVICTION, ADMISSION, *CLUSTER_KINDS)
+KINDS = (EVICTION, ADMISSION, CLEANING, STRIPING, *CLUSTER_KINDS)
 
 Eligible = Callable[[I32], Mask]
 """Given live entry ids, shape (n,): which may be evicted now (not leased, pinned or just acknowledged, in the namespace at stake).

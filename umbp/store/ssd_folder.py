@@ -1,0 +1,486 @@
+"""One folder of the SSD tier: its lock, its segment files and what becomes of them.
+
+Theory of operation
+-------------------
+A segment file's life:   FREE --begin--> ACTIVE --seal--> SEALED --free--> FREE
+                                          (a write failed, or it was found unsealed at start: sealed as far as it is good)
+At most one file is ACTIVE. Appending: records go to their places in parallel, then one fdatasync, then they are answered. So what is
+answered survives a power cut, and a record that is torn was never answered. A file is begun by its header with a new number and reused
+without being made anew: its space stays ours, and a full disk cannot take it. It is freed by a header that says so, synced, before
+anything else can happen to it.
+
+Every page that dies while its file lives is noted in `removed.log` (removal by a client: synced before it is answered; eviction: not, a
+page that comes back after a power cut is only a page). The log is written anew without the notes on files that are no more when it has
+grown to twice what then was left. `folder.meta` is replaced in one step; a flush is answered after it was.
+
+Who calls: `Folder.open` before anything else, then all that writes in one thread of the folder's own (`worker`), so that nothing here is
+locked. Reading needs only a file's descriptor, and whoever reads counts in `SegmentFile.readers` so that the file is not freed.
+
+What fails: everything, with OSError, and the caller decides (`umbp.store.ssd`). No O_DIRECT, no fallocate: found out at start, said once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from umbp.errors import Conflict, SegmentError
+from umbp.store.ssd_format import (
+    BLOCK,
+    ITEM,
+    PAGE,
+    Header,
+    Meta,
+    RecordHead,
+    Summary,
+    blocks,
+    check_of,
+    decode_meta,
+    encode_head,
+    encode_header,
+    encode_meta,
+    encode_summary,
+    head_blocks,
+    padded,
+    piece_sums,
+    pieces,
+    summary_bytes,
+    words_of,
+)
+from umbp.store.ssd_recovery import Contents, contents
+from umbp.store.ssd_removals import RemovalLog
+from umbp.store.ssd_system import System, Workers, aligned, aligned_copy, read_file, replace_file, write_all
+from umbp.types import I64, U8, U64
+
+SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 1 << 20, 256 << 20
+SEGMENTS_WANTED = 32  # files a folder: enough to clean one at a time, few enough that each is large
+NUMBERS_SKIPPED = 16  # at start, so that no number of a header that was lost is given out again
+RECORD_BYTES_MAX = 4 << 20  # written by one call
+RECORD_PAGES_MAX = 256
+OTHER_BYTES = 1 << 20  # of a folder's limit, for what is not segments
+WRITERS = 2  # threads that write records: while one waits for the disk the other makes checksums
+FREE, ACTIVE, SEALED, BROKEN = "free", "active", "sealed", "broken"
+
+
+class Full(Exception):
+    """No file is free and none more may be made: something must be freed first."""
+
+
+@dataclass(slots=True, eq=False)
+class SegmentFile:
+    """One file. What stands below ``readers`` is the tier's, the rest the folder's."""
+
+    slot: int
+    fd: int
+    number: int = 0
+    state: str = FREE
+    end: int = 1  # first block behind the last record
+    namespaces: dict[bytes, int] = field(default_factory=dict)
+    parts: list[Any] = field(default_factory=list)  # arrays of `PAGE`, of what was answered
+    count: int = 0
+    readers: int = 0  # whoever reads, or is about to: not freed meanwhile
+    live_bytes: int = 0  # on disk, of pages that the index leads to
+    live_pages: int = 0
+    written_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Draft:
+    """A record to be: bodies of one namespace and size. ``straight``: direct I/O can use their memory as it is."""
+
+    namespace: bytes
+    size: int
+    keys: U8
+    wholes: U64
+    bodies: list[memoryview]
+    straight: bool
+    sequence: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """On disk."""
+        return head_blocks(len(self.bodies), self.size) + len(self.bodies) * blocks(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A draft that is on disk for good: its file and (n,) of `PAGE`."""
+
+    file: SegmentFile
+    pages: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A file that held pages at start."""
+
+    file: SegmentFile
+    contents: Contents
+
+
+class Folder:
+    """See above."""
+
+    def __init__(self, path: str, size_bytes: int, system: System, *, segment_bytes: int = 0) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.system = system
+        automatic = min(max(size_bytes // SEGMENTS_WANTED, SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
+        self.segment_bytes = padded(segment_bytes or automatic // SEGMENT_BYTES_MIN * SEGMENT_BYTES_MIN)
+        self.direct = False
+        self.allocates = True
+        self.said: list[str] = []  # what the file system cannot do, or what was found: once
+        self.meta = Meta(b"", self.segment_bytes)
+        self.files: dict[int, SegmentFile] = {}
+        self.active: SegmentFile | None = None
+        self.dead: tuple[U64, U64] = (np.zeros(0, np.uint64), np.zeros(0, np.uint64))  # notes found at start
+        self.worker = Workers(1, f"ssd-{os.path.basename(path)}")
+        self.removals = RemovalLog(path, system)
+        self.refused_space = False  # the file system had no room for one more file
+        self.last = (0, 0)  # the day on which was written last, and how many bytes on it
+        self._writers = Workers(WRITERS, f"ssd-write-{os.path.basename(path)}")
+        self._lock: int | None = None
+        self._identity: tuple[int, int] = (0, 0)
+        self._free: list[SegmentFile] = []
+        self._number = 0
+
+    def __repr__(self) -> str:
+        return f"<Folder {self.path} {len(self.files)} files, {len(self._free)} of them free>"
+
+    # -- start and end -----------------------------------------------------------------------------------------------------------------
+
+    def open(self) -> list[Found]:
+        """Take the folder, and say what it holds. Conflict if it has an owner, SegmentError if it is of another format."""
+        self.system.make_folder(self.path)
+        self._lock = self.system.lock(self._at("owner.lock"))
+        if self._lock is None:
+            raise Conflict(f"{self.path} is in use by another pool", field="ssd", example="--ssd ANOTHER_FOLDER:SIZE")
+        try:
+            self._identity = self.system.identity(self.path)
+            self._probe()
+            self._read_meta()
+            found = self._read_files()
+            self.dead = self.removals.open(self._numbers())
+            return found
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of everything; what is active stays unsealed."""
+        self.worker.close()
+        self._writers.close()
+        self.removals.close()
+        for fd in (*(file.fd for file in self.files.values()), self._lock):
+            if fd is not None:
+                with contextlib.suppress(OSError):
+                    self.system.close(fd)
+        self.files, self._free, self.active, self._lock = {}, [], None, None
+
+    def is_there(self) -> bool:
+        """Whether the folder is still the one that was opened. OSError as the system says."""
+        return self.system.identity(self.path) == self._identity
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    def _probe(self) -> None:
+        """What the file system can do; it must at least keep a block."""
+        path, block = self._at("probe.tmp"), aligned_copy(secrets.token_bytes(BLOCK))
+        for direct in (True, False):
+            fd = -1
+            try:
+                fd = self.system.open(path, create=True, direct=direct)
+                back = aligned(BLOCK)
+                good = self.system.write(fd, [block], 0) == BLOCK and self.system.read(fd, [back], 0) == BLOCK
+                self.direct = direct
+                if good and back == block:
+                    break
+            except OSError as error:
+                if not direct:
+                    raise
+                self.said.append(f"{self.path}: no direct I/O here ({error.strerror}); going through the page cache")
+            finally:
+                if fd >= 0:
+                    self.system.close(fd)
+                with contextlib.suppress(OSError):
+                    self.system.remove(path)
+
+    def _read_meta(self) -> None:
+        try:
+            fd = self.system.open(self._at("folder.meta"))
+        except FileNotFoundError:
+            found = None
+        else:
+            try:
+                found = decode_meta(read_file(self.system, fd))
+            except SegmentError as error:
+                raise SegmentError(f"{self.path} cannot be used: {error}", field="ssd") from error
+            finally:
+                self.system.close(fd)
+            if found is None:  # which namespaces were flushed is not known any more, so nothing in here can be trusted
+                self.said.append(f"{self.path}: folder.meta is damaged; what the folder held is forgotten")
+        if found is None:
+            self.meta = Meta(secrets.token_bytes(16), self.segment_bytes)
+            self.write_meta(encode_meta(self.meta))
+        elif found.segment_bytes != self.segment_bytes:
+            self.said.append(f"{self.path}: its files have {found.segment_bytes} bytes, as they were made")
+            self.meta, self.segment_bytes = found, found.segment_bytes
+        else:
+            self.meta = found
+
+    @property
+    def files_max(self) -> int:
+        """Files that the limit allows."""
+        return max(0, (self.size_bytes - OTHER_BYTES) // self.segment_bytes)
+
+    def _read_files(self) -> list[Found]:
+        found: list[Found] = []
+        names = [name for name in self.system.list(self.path) if name.startswith("segment-") and name.endswith(".umbp")]
+        broken: list[str] = []
+        for name in names:
+            digits = name.removeprefix("segment-").removesuffix(".umbp")
+            if not (digits.isdecimal() and len(digits) == 5):
+                continue
+            fd = self.system.open(self._at(name), direct=self.direct)
+            file = SegmentFile(int(digits), fd)
+            self.files[file.slot] = file
+            try:
+                held = contents(self.system, fd, self.segment_bytes, self.meta.folder)
+            except OSError as error:
+                broken.append(f"{name} ({error.strerror})")
+                file.state = BROKEN
+                continue
+            self._number = max(self._number, held.number)
+            if held.free or self.system.size(fd) < self.segment_bytes:
+                self._free.append(file)
+                continue
+            file.number, file.end, file.state = held.number, held.end, SEALED
+            file.namespaces = {digest: at for at, digest in enumerate(held.namespaces)}
+            file.parts, file.count = [held.pages], len(held.pages)
+            found.append(Found(file, held))
+        self._number += NUMBERS_SKIPPED
+        if broken:
+            self.said.append(f"{self.path}: cannot be read and are left alone: {', '.join(broken[:5])}")
+        self.last = max(((each.contents.day, each.contents.day_bytes) for each in found), default=(0, 0))
+        for each in found:
+            if not each.contents.sealed:
+                with contextlib.suppress(OSError):
+                    self._seal(each.file)
+        self._shrink_to_limit(found)
+        return found
+
+    def _shrink_to_limit(self, found: list[Found]) -> None:
+        """A limit that is lower than it was: free files go first, then the oldest."""
+        while len(self.files) > self.files_max and self.files:
+            file = self._free.pop() if self._free else min(self.files.values(), key=lambda each: each.number)
+            found[:] = [each for each in found if each.file is not file]
+            self.system.close(file.fd)
+            self.system.remove(self._at(_name(file.slot)))
+            del self.files[file.slot]
+
+    # -- appending ---------------------------------------------------------------------------------------------------------------------
+
+    def append(
+        self, drafts: list[Draft], day: int, day_bytes: int, now: float, *, spare: int
+    ) -> tuple[list[Placed], OSError | Full | None]:
+        """Write these records, in order; those that are on disk for good, and why the others are not.
+
+        ``day_bytes``: written on this day before. ``spare``: so many files are to stay free.
+        """
+        placed: list[Placed] = []
+        try:
+            while len(placed) < len(drafts):
+                file = self._file_for(drafts[len(placed)], spare)
+                group, at, count = [], file.end, file.count
+                for draft in drafts[len(placed) :]:
+                    if not self._fits(file, at, count, draft):
+                        break
+                    day_bytes += draft.blocks * BLOCK
+                    group.append((draft, at, day_bytes))
+                    at, count = at + draft.blocks, count + len(draft.bodies)
+                assert group, "a record is larger than a file"
+                placed += self._write_group(file, group, day)
+                file.written_at = now
+        except (OSError, Full) as error:
+            return placed, error
+        return placed, None
+
+    def _write_group(self, file: SegmentFile, group: list[tuple[Draft, int, int]], day: int) -> list[Placed]:
+        try:
+            futures = [self._writers.submit(self._write_record, file, draft, at, day, total) for draft, at, total in group]
+            errors = [error for future in futures if (error := future.exception()) is not None]
+            if errors:
+                raise errors[0]
+            self.system.sync(file.fd)
+        except OSError:
+            self.active = None  # what is answered is before the hole; nothing will be after it
+            file.state = SEALED
+            with contextlib.suppress(OSError):
+                self._seal(file)
+            raise
+        if not self.direct:
+            self.system.forget_cached(file.fd)
+        placed = []
+        for future, (draft, at, total) in zip(futures, group, strict=True):
+            pages = future.result()
+            pages["namespace"] = file.namespaces.setdefault(draft.namespace, len(file.namespaces))
+            file.parts.append(pages)
+            file.count += len(pages)
+            file.end = at + draft.blocks
+            self.last = (day, total)
+            placed.append(Placed(file, pages))
+        return placed
+
+    def _write_record(self, file: SegmentFile, draft: Draft, at: int, day: int, day_bytes: int) -> Any:
+        sums = np.stack([piece_sums(body) for body in draft.bodies])
+        items = np.zeros(len(draft.bodies), ITEM)
+        items["key"], items["whole"] = words_of(draft.keys), draft.wholes
+        items["check"] = [check_of(row) for row in sums]
+        head = RecordHead(file.number, at, draft.sequence, day, day_bytes, draft.namespace, draft.size, items, sums)
+        text, length = encode_head(head), padded(draft.size)
+        buffers: list[Any]
+        if self.direct and not draft.straight:
+            memory = aligned(len(text) + length * len(draft.bodies))
+            memory[: len(text)] = text
+            for place, body in enumerate(draft.bodies):
+                start = len(text) + place * length
+                memory[start : start + draft.size] = body
+            buffers = [memory]
+        else:
+            padding = [aligned(length - draft.size)] if length > draft.size else []
+            buffers = [aligned_copy(text), *(each for body in draft.bodies for each in (body, *padding))]
+        write_all(self.system, file.fd, buffers, at * BLOCK, draft.blocks * BLOCK)
+        return head.pages(0)
+
+    def _write_at(self, file: SegmentFile, block: int, text: bytes) -> None:
+        write_all(self.system, file.fd, [aligned_copy(text)], block * BLOCK, len(text))
+
+    def _fits(self, file: SegmentFile, at: int, count: int, draft: Draft) -> bool:
+        names = len(file.namespaces) + 64  # more than a batch has
+        end = at + draft.blocks + summary_bytes(count + len(draft.bodies), names) // BLOCK + 1
+        return end * BLOCK <= self.segment_bytes
+
+    def record_pages(self, size: int) -> int:
+        """Most pages of this size in one record; 0: not even one fits into a file."""
+        bare = max(1, (self.segment_bytes - 8 * BLOCK) // (padded(size) + ITEM.itemsize + PAGE.itemsize + 8 * pieces(size)))
+        count = min(bare, max(1, min(RECORD_PAGES_MAX, RECORD_BYTES_MAX // padded(size))))
+        while (
+            count
+            and (1 + head_blocks(count, size) + count * blocks(size) + summary_bytes(count, 65) // BLOCK + 1) * BLOCK > self.segment_bytes
+        ):
+            count -= 1
+        return count
+
+    def _file_for(self, draft: Draft, spare: int) -> SegmentFile:
+        """The active file if it has room, else another. Full if there is none."""
+        file = self.active
+        if file is not None and self._fits(file, file.end, file.count, draft):
+            return file
+        if file is not None:
+            self.active = None
+            file.state = SEALED
+            self._seal(file)
+        if self.room_files <= spare:
+            raise Full
+        if not self._free:
+            self._free.append(self._make_file())
+        file = self._free[-1]
+        number = self._number + 1
+        self._write_at(file, 0, encode_header(Header(number, self.segment_bytes, self.meta.folder)))
+        self._write_at(file, self.segment_bytes // BLOCK - 1, bytes(BLOCK))  # the trailer of a former life
+        self._free.pop()
+        self._number = file.number = number
+        file.end, file.count, file.parts, file.namespaces, file.state = 1, 0, [], {}, ACTIVE
+        self.active = file
+        return file
+
+    def _make_file(self) -> SegmentFile:
+        if len(self.files) >= self.files_max or self.refused_space:
+            raise Full
+        slot = next(slot for slot in range(len(self.files) + 1) if slot not in self.files)
+        path = self._at(_name(slot))
+        fd = self.system.open(path, create=True, direct=self.direct)
+        try:
+            if self.allocates:
+                try:
+                    self.system.allocate(fd, self.segment_bytes)
+                except OSError as error:
+                    if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+                        raise
+                    self.allocates = False
+                    self.said.append(f"{self.path}: space cannot be set aside here ({error.strerror}); it is taken as it is written")
+            if not self.allocates:
+                self.system.truncate(fd, self.segment_bytes)
+            self.system.sync_folder(self.path)
+        except OSError as error:
+            self.system.close(fd)
+            with contextlib.suppress(OSError):
+                self.system.remove(path)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):  # go on with the files there are
+                self.refused_space = True
+                if self.files:
+                    raise Full from error
+            raise
+        file = self.files[slot] = SegmentFile(slot, fd)
+        return file
+
+    def _seal(self, file: SegmentFile) -> None:
+        pages = np.concatenate(file.parts) if file.parts else np.zeros(0, PAGE)
+        text, trailer = encode_summary(Summary(file.number, *self.last, list(file.namespaces), pages), file.end)
+        self._write_at(file, file.end, text)
+        self._write_at(file, self.segment_bytes // BLOCK - 1, trailer)
+        self.system.sync(file.fd)
+
+    def settle(self) -> None:
+        """At a stop in order: all notes are written, and the next start need not go through the file that is being filled."""
+        if self.removals.behind:
+            self.removals.note(np.empty(0, np.uint64), np.empty(0, np.uint64), sync=True)
+        if self.active is not None:
+            file, self.active = self.active, None
+            file.state = SEALED
+            self._seal(file)
+
+    def free(self, file: SegmentFile) -> None:
+        """Nothing leads to this file any more: it is said so on disk, and it is used again."""
+        self._write_at(file, 0, encode_header(Header(file.number, self.segment_bytes, self.meta.folder, free=True)))
+        self.system.sync(file.fd)
+        file.number, file.parts, file.namespaces, file.count, file.state = 0, [], {}, 0, FREE
+        self._free.append(file)
+
+    @property
+    def room_files(self) -> int:
+        """Files that can be begun without freeing one."""
+        more = 0 if self.refused_space else self.files_max - len(self.files)
+        return len(self._free) + max(0, more)
+
+    # -- removals and meta -------------------------------------------------------------------------------------------------------------
+
+    def note_removed(self, numbers: I64 | U64, sequences: I64 | U64, *, sync: bool) -> None:
+        """These pages are no more; with ``sync`` also after a power cut."""
+        self.removals.note(numbers, sequences, sync=sync)
+        if self.removals.has_grown and not self.removals.behind:
+            self.removals.write_anew(self._numbers())
+
+    def _numbers(self) -> U64:
+        return np.array([file.number for file in self.files.values()], np.uint64)
+
+    def write_meta(self, text: bytes) -> None:
+        """Keep this description (`encode_meta`), in one step and for good."""
+        replace_file(self.system, self.path, "folder.meta", text)
+
+
+def note(folder: Folder, numbers: U64, sequences: U64, sync: bool) -> None:
+    """`Folder.note_removed` as a job for the folder's thread."""
+    folder.note_removed(numbers, sequences, sync=sync)
+
+
+def _name(slot: int) -> str:
+    """Made of a number: nothing that a caller says is ever part of a path."""
+    return f"segment-{slot:05d}.umbp"

@@ -1,0 +1,54 @@
+"""What an SSD tier needs from time to time, disk by disk: a look whether it is there, another try where it was not, cleaning.
+
+Theory of operation. Each call is about one disk, so that one that hangs keeps nobody but itself waiting. `watch_steps` is for every second
+or so. A disk that was away is opened as at a start: what it holds is listed again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from umbp.errors import UmbpError
+from umbp.store.ssd import SsdTier
+from umbp.store.ssd_adoption import adopt
+from umbp.store.ssd_drive import AWAY, Drive
+from umbp.store.ssd_system import Steps
+
+log = logging.getLogger("umbp.store.ssd")
+SPACE_SECONDS = 30.0  # after this a file system that had no room for another file is asked again
+
+
+def watch_steps(tier: SsdTier, now: float, drive: Drive) -> Steps[None]:
+    """Look after one disk. Ends at once if it hangs."""
+    if drive.state == AWAY:
+        if drive.may_open(now):
+            yield from open_steps(tier, now, drive)
+        return
+    if drive.stalled(now):
+        return
+    if drive.folder.refused_space and now - drive.space_asked_at > SPACE_SECONDS:
+        drive.space_asked_at, drive.folder.refused_space = now, False
+    future = drive.read(now, drive.folder.is_there)
+    yield [future]
+    error = future.exception()
+    if error is not None:
+        tier.ledger.lose(now, drive, f"its folder is gone ({error})")
+    elif not future.result():
+        tier.ledger.lose(now, drive, "another folder is in its place")
+
+
+def open_steps(tier: SsdTier, now: float, drive: Drive) -> Steps[None]:
+    """Open a disk and list what it holds. The error that kept it from being opened is in ``drive.error``."""
+    future = drive.read(now, drive.open)
+    yield [future]
+    drive.error = future.exception()
+    if drive.error is None:
+        drive.opened()
+        count = adopt(tier, now, {drive: future.result()})
+        log.info("%s: %d pages found", drive.path, count)
+        for line in drive.folder.said:
+            log.warning("%s", line)
+    elif isinstance(drive.error, OSError | UmbpError):
+        drive.lost(now, str(drive.error))
+    else:
+        raise drive.error
