@@ -257,7 +257,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not wanted.parts or rid in self._queued:
             return False
         self._count["loads"] += 1
-        if not self._protect(wanted) and self.place.alone:
+        if not self._protect(wanted):
             self._count["refused_loads"] += 1
             self._let_go(wanted)
             return False
@@ -274,8 +274,13 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         return Wanted(parts)
 
     def _protect(self, wanted: Wanted) -> bool:
-        """Lease all pages; whether all of them are held. A pool that does not answer in time counts as no."""
+        """Lease all pages; whether all of them are held. A pool that does not answer in time counts as no.
+
+        With peers, who could not be told of a no, it is asked for and not waited for.
+        """
         asked = self._errands.submit(self._lease, wanted)
+        if not self.place.alone:
+            return True
         try:
             return asked.result(self.settings.protect_seconds)
         except NotInTime:

@@ -15,7 +15,8 @@ from umbp.master.documents import PolicyDocument
 from umbp.policies.base import EVICTION, names
 from umbp.pool.node import Node, State
 
-STATUS_NAMESPACES_MAX = 100  # the largest ones; /v1/namespaces has them all
+# The largest ones; /v1/namespaces has them all. A session is sent the status as one header of 64 KiB, and one of these takes up to 2.5 KiB.
+STATUS_NAMESPACES_MAX = 20
 SHORT_DIGEST_CHARS = 12
 
 

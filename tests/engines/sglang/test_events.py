@@ -81,16 +81,6 @@ def test_a_router_knows_what_the_pool_holds(server: PoolProcess) -> None:
         engine.linker.shelves[0].namespace.remove(umbp.page_keys(tokens, engine.page)[6:])
         eventually(lambda: not set(hashes[6:]) & set(router.hear()), "what went is told")
         assert set(hashes[:6]) <= set(router.blocks)
-    again = f"tcp://127.0.0.1:{free_port()}"
-    with Engine("mla", server.socket, tenant="events", events=again) as engine:  # a new engine, of what it finds
-        other = Router(again)
-        for number in range(200):
-            engine.match(tokens, f"r{number}")
-            engine.match(prompt(100 + number % 100, 1, engine.page), f"s{number}")
-            if set(hashes[:6]) <= set(other.hear()) or other.blocks:
-                break
-        assert other.blocks
-        other.close()
     router.close()
 
 
