@@ -9,7 +9,9 @@ import uvloop
 
 from umbp.admin.logs import set_up_logging
 from umbp.config import load_pool_config
-from umbp.pool.guide import HttpGuide
+from umbp.grammar import parse_address
+from umbp.pool.guide import PortGuide
+from umbp.pool.masters import Remote
 from umbp.pool.peers import Peers
 from umbp.pool.server import PoolServer
 from umbp.transport.http import HttpTransport
@@ -18,8 +20,10 @@ from umbp.transport.http import HttpTransport
 async def serve() -> None:
     config = load_pool_config(sys.argv[1:], {})
     set_up_logging(config.log_level, config.log_format)
-    guide = HttpGuide(config.name, os.environ["PEERED_MASTER"].split(","))
+    master = Remote(parse_address(os.environ["PEERED_MASTER"]), config.token)
+    guide = PortGuide(config.name, lambda: master)
     await PoolServer(config, sources=[Peers(config.name, guide, {"http": HttpTransport(config.token)})]).run()
+    await master.close()
 
 
 if __name__ == "__main__":

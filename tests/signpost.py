@@ -100,7 +100,8 @@ class Signpost:
         request, blob = wire.decode(body, msgspec.json.Decoder(LocateRequest))
         self.asked.append(("locate", request.n, False, []))
         copies = [len(self._holders(request.namespace, key)) for key in blob.keys(request.n)]
-        return wire.encode(LocateAnswer(request.n), np.array(copies, np.uint8), np.zeros(request.n, np.uint8))
+        held = np.array(copies, np.uint8)
+        return wire.encode(LocateAnswer(request.n), held, np.where(held > 0, 1 << Tier.DRAM, 0).astype(np.uint8))
 
     def _holders(self, namespace: str, key: np.ndarray) -> list[Source]:
         now = time.monotonic()

@@ -119,3 +119,19 @@ def test_a_pool_alone_has_the_same_answers() -> None:
         assert [(run["node"], run["start"], run["stop"]) for run in answer["runs"]] == [(pool.name, 0, 3)]
         with PoolProcess("--master", pool.http, dram="16MiB") as other:  # it is a master like any other
             until(lambda: {node["id"] for node in call(pool.http + "/v1/nodes")["nodes"]} == {pool.name, other.name})
+
+
+def test_a_prefix_stored_on_one_node_is_got_on_another(world: Any) -> None:
+    master, a, b = world
+    keys = put(a, 300, 301, 302)
+    until(lambda: master.locations(bytes(keys[2])))
+    client = umbp.connect(b.socket)
+    try:
+        pages = [bytearray(PAGE) for _ in keys]
+        status = client.namespace(**IDENTITY).get(keys, pages, deadline=5.0)
+        assert status.all(umbp.ReadStatus.HIT), status
+        assert [bytes(page) for page in pages] == [bytes([number % 256]) * PAGE for number in (300, 301, 302)]
+    finally:
+        client.close()
+    until(lambda: master.locations(bytes(keys[0])) == {(a.name, "dram"), (b.name, "dram")})
+    until(lambda: any(link["source"] == a.name for link in master.get("/v1/links")["links"]))

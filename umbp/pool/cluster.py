@@ -32,8 +32,12 @@ from umbp.master.documents import Policies, PolicyDocument
 from umbp.master.probe import Prober
 from umbp.master.rest import Choice, Handlers, OfPolicy, cluster_endpoints, event_stream, member_endpoints, member_routes
 from umbp.master.service import MasterService
+from umbp.pool.guide import PortGuide
 from umbp.pool.masters import Embedded, Port, Remote
+from umbp.pool.peers import Peers
 from umbp.pool.reporting import Reporter
+from umbp.pool.sources import Source
+from umbp.transport.http import HttpTransport
 from umbp.types import Tier
 
 FORWARD_SECONDS_MAX = 5.0
@@ -80,6 +84,15 @@ class ClusterSide:
         """What is wrong between this pool and its master, one sentence each."""
         trouble = [f"no member of the cluster: {self.reporter.trouble}"] if self.reporter.trouble else []
         return [*trouble, *self.reporter.warnings]
+
+    def sources(self) -> list[Source]:
+        """The other nodes, where there are any: a pool that has a master elsewhere reads what it lacks from them."""
+        if not self.config.master:
+            return []
+        guide = PortGuide(self.reporter.name, lambda: self.reporter.port)
+        peers = Peers(self.reporter.name, guide, {"http": HttpTransport(self.config.token)})
+        self.reporter.measure = peers.take_measured
+        return [peers]
 
     # -- life --------------------------------------------------------------------------------------------------------------------------
 

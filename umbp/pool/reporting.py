@@ -21,7 +21,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import chain
 from typing import Protocol
@@ -30,7 +29,6 @@ import numpy as np
 
 from umbp.core.objects import LIVE
 from umbp.core.outbox import Changes
-from umbp.core.plans import NOTHING, Plan
 from umbp.core.pool import Pool
 from umbp.errors import Conflict, UmbpError, Unavailable, UnknownNode
 from umbp.master import protocol as say
@@ -43,8 +41,7 @@ GATHER_SECONDS = 0.005  # after the first change, so that a burst of puts is one
 RETRY_SECONDS = 0.5
 TELL_SECONDS_MAX = 3.0
 MEASURED_MAX = 256
-FAILED_SECONDS_MAX = 1.0
-FAILURES_MAX = 32  # reports of failed fetches on their way
+LEAVE_SECONDS_MAX = 1.0
 PIECE_KEYS = say.KEYS_MAX // 2  # 4,096: batches of a put are not cut
 SCAN_ENTRIES = 1 << 16  # looked at for one piece: about 0.3 ms
 
@@ -59,6 +56,19 @@ class Keeps(Protocol):
         ...
 
 
+class Fetched(Protocol):
+    """One fetch from another node; `umbp.pool.peers.Measured` is one."""
+
+    @property
+    def node(self) -> str: ...
+    @property
+    def tier(self) -> Tier: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+
+
 class Reporter:
     """Speaks for one pool. ``ports`` are the masters in the order they are tried; ``tiers()`` says how full each tier is."""
 
@@ -68,7 +78,8 @@ class Reporter:
         self.pool, self.name, self.boot, self.place = pool, name, boot, place
         self.addresses: dict[str, str] = {}
         self.keeps: list[Keeps] = []
-        self.copy: Callable[[bytes, U8, float], bool] | None = None  # starts a prefetch: digest, keys, seconds; False if it cannot
+        self.copy: Callable[[bytes, U8, float, str], bool] | None = None  # brings pages here: digest, keys, seconds, name of the request
+        self.measure: Callable[[], Sequence[Fetched]] = tuple  # what fetches took since this was asked last
         self.registration = 0  # 0: not a member
         self.draining = False
         self.warnings: list[str] = []
@@ -80,10 +91,8 @@ class Reporter:
         self._resync = True
         self._synced = asyncio.Event()
         self._number = self._sweep = 0
-        self._measured: deque[say.Measured] = deque(maxlen=MEASURED_MAX)
         self._held: list[int] = []
         self._done: list[int] = []
-        self._failures: set[asyncio.Task[None]] = set()
         self._said = ""
 
     def __repr__(self) -> str:
@@ -105,32 +114,6 @@ class Reporter:
         """Until a master has heard all that this pool holds."""
         await self._synced.wait()
 
-    async def plan(
-        self, digest: bytes, keys: U8, seconds: float, *, count: bool = True, exclude: Sequence[str] = (), prefill: float = 0.0
-    ) -> Plan:
-        """Who serves these keys, (n, 32), to this pool. `Unavailable` where no master answers in time."""
-        if not len(keys):
-            return NOTHING
-        request = say.RouteRequest(
-            namespace=digest.hex(), requester=self.name, n=len(keys), count=count, exclude=list(exclude)[:64], prefill=prefill
-        )
-        return await self.port.plan(request, keys, seconds)
-
-    async def locate(self, digest: bytes, keys: U8, seconds: float) -> tuple[U8, U8]:
-        """How many hold each key, and in which tiers (bit t)."""
-        return await self.port.locate(digest, keys, seconds)
-
-    def measured(self, node: str, tier: Tier, size_bytes: int, seconds: float) -> None:
-        """A fetch from a node took this long; told with the next heartbeat."""
-        self._measured.append(say.Measured(node=node, tier=int(tier), bytes=size_bytes, seconds=min(seconds, 86_400.0)))
-
-    def failed(self, node: str, why: str) -> None:
-        """A fetch from a node failed; told at once, and not waited for."""
-        if len(self._failures) < FAILURES_MAX:
-            task = asyncio.get_running_loop().create_task(self._tell_failed(node, why))
-            self._failures.add(task)
-            task.add_done_callback(self._failures.discard)
-
     # -- life --------------------------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -143,12 +126,9 @@ class Reporter:
         """A clean stop: say so, within a moment."""
         if self.registration:
             try:
-                await self.port.leave(self.name, say.Leaving(registration=self.registration), FAILED_SECONDS_MAX)
+                await self.port.leave(self.name, say.Leaving(registration=self.registration), LEAVE_SECONDS_MAX)
             except UmbpError as error:
                 log.info("the master was not told of the stop: %s", error)
-        for task in list(self._failures):
-            task.cancel()
-        await asyncio.gather(*self._failures, return_exceptions=True)
         for port in self._ports:
             await port.close()
 
@@ -200,7 +180,10 @@ class Reporter:
             log.info("member of the cluster of %s, registration %d", self.port.url, self.registration)
 
     async def _beat(self) -> None:
-        measured = [self._measured.popleft() for _ in range(len(self._measured))]
+        measured = [
+            say.Measured(node=one.node, tier=int(one.tier), bytes=one.size_bytes, seconds=min(one.seconds, say.SECONDS_MAX))
+            for one in self.measure()[:MEASURED_MAX]
+        ]
         held, done = self._held[:64], self._done[:64]
         body = say.Heartbeat(registration=self.registration, tiers=self._tiers(), measured=measured, held=held, done=done)
         beat = await self.port.beat(self.name, body, self._patience())
@@ -236,12 +219,6 @@ class Reporter:
     def trouble(self) -> str:
         """Why it is no member now, for ``/readyz``; "" where it is one."""
         return self._said
-
-    async def _tell_failed(self, node: str, why: str) -> None:
-        try:
-            await self.port.failed(node, say.Failed(by=self.name, why=why[:256]), FAILED_SECONDS_MAX)
-        except UmbpError as error:
-            log.debug("the master was not told that %s failed: %s", node, error)
 
     # -- contents ----------------------------------------------------------------------------------------------------------------------
 
@@ -400,7 +377,7 @@ class Reporter:
             if advice.seconds > 0:
                 objects.hide(free, evicted=True)
                 self.counts["dropped"] += len(free)
-        elif advice.verb == "copy" and self.copy is not None and self.copy(state.digest, keys, advice.seconds):
+        elif advice.verb == "copy" and self.copy is not None and self.copy(state.digest, keys, advice.seconds, f"advice {advice.number}"):
             self.counts["copied"] += len(keys)
         self._done.append(advice.number)
 

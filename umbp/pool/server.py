@@ -238,10 +238,12 @@ class PoolServer:
         self.summer.committed()
         rounds = self.segment.words[segments.H_ROUNDS : segments.H_ROUNDS + 1]
         self.meetings = Meetings(Groups(self.pool.leases, self.pool.scratch, rounds), self.now)
+        self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
+        self.sources += self.cluster.sources()
         self.fetching = Fetching(self.pool, self.segment.data.array, self.now, self.wake, self.sources, config.fetch)
+        self.cluster.reporter.copy = self.fetching.copy
         self.shelf = PoolShelf(self.name, self.pool, self.segment, self.make_sums, self.fetching.bring)
         self.pages = PageServer(self.shelf, token=config.token, listening=self.http)
-        self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
         self.owners = Owners(self, config.sessions_max)
         self.owners.adopt(unfinished)
         if slice_.attached:
