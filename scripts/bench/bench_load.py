@@ -27,7 +27,8 @@ from umbp.client.ranks import RosterView, SeatView
 from umbp.core.windows import windows
 from umbp.loader.area import Area
 from umbp.loader.copies import Copies
-from umbp.loader.group import Group, Rank
+from umbp.loader.group import Group
+from umbp.loader.rings import RingParty
 from umbp.loader.tensors import KvTensors
 
 TOKENS, ROW_BYTES = 64, 576
@@ -115,20 +116,19 @@ def measure_plans(repeats: int) -> None:
     offsets, slots = order * layout.object_bytes, random.permutation(PLAN_PAGES)
     emit_plan("plan", lambda: copies.route(offsets, slots), repeats, target=True)
 
-    rank = Rank.__new__(Rank)  # without a pool: what is planned here is arithmetic on arrays
-    rank.group, rank.copies = Group("bench", 3, PLAN_RANKS), copies
+    party = RingParty(Group("bench", 3, PLAN_RANKS), copies, layout.object_bytes)  # without a pool: it is arithmetic on arrays
     assert len(ids) == len(np.unique(order)) == PLAN_PAGES
     areas = [np.zeros(64 << 20, np.uint8) for _ in range(PLAN_RANKS)]
-    rank._area = Area(areas[3])
+    party.area = Area(areas[3])
     held = np.ones(PLAN_PAGES, bool)
     roster = RosterView(1, tuple(SeatView(at, 1, area, PLAN_PAGES, held) for at, area in enumerate(areas)))
     for area in areas:
         Area(area).post(1, order, helps=True)
 
     def plan() -> None:
-        views, wanted, helps = rank._tables(roster)
+        views, wanted, helps = party.tables(roster)
         dealt = windows(wanted, helps)
-        rank._plan(roster, views, 3, dealt, helps, dealt.pages * layout.object_bytes, slots)
+        party.plan(roster, views, 3, dealt, helps, dealt.pages * layout.object_bytes, slots)
 
     emit_plan("group_plan", plan, repeats, target=False)
     copies.close()

@@ -24,11 +24,11 @@ GUARD = 0xA5
 class Cache:
     """Tensors of one rank. Slot 0 and the last one are guards that nobody is given."""
 
-    def __init__(self, shapes: Any = None, pages: int = PAGES) -> None:
+    def __init__(self, shapes: Any = None, pages: int = PAGES, make: Any = torch.empty) -> None:
         self.pages = pages
         self.tensors: dict[str, list[torch.Tensor | None]] = {}
         for name, (widths, kind) in (shapes or SHAPES).items():
-            rows = [torch.empty((pages * TOKENS, width), dtype=kind) if width else None for width in widths]
+            rows = [make((pages * TOKENS, width), dtype=kind) if width else None for width in widths]
             self.tensors[name] = list(rows)
         self.views = {
             (name, layer): tensor.view(torch.uint8).reshape(pages, -1).numpy()

@@ -15,18 +15,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from prometheus_client import REGISTRY
 
 import umbp
 from tests.field.people import Child, eventually
 from tests.loader.caches import Cache, keys_of
+from tests.loader.host_runtime import HostRuntime
 from umbp.loader.area import Area
+from umbp.loader.board import Board
 from umbp.loader.copies import Copies
 from umbp.loader.group import Rank
+from umbp.loader.pad import Pad
+from umbp.loader.pushes import PushParty
+from umbp.loader.rings import RingParty
 
 POINTS = (
     (Area, "post"),
     (Rank, "_meet"),
-    (Rank, "_tables"),
+    (RingParty, "tables"),
     (Area, "begin"),
     (Copies, "stage"),
     (Area, "publish"),
@@ -36,6 +42,22 @@ POINTS = (
     (Copies, "store"),
     (Area, "stop"),
 )
+
+
+def device_points() -> tuple[tuple[Any, str], ...]:
+    """The same of a rank whose tensors are on a device; in a process whose Triton is the interpreter's."""
+    from umbp.kernels import launchers
+
+    names = ("fused_read_push", "gather_push", "wait_signal", "page_mend", "stage_scatter", "stage_free", "page_load", "page_store")
+    return (
+        (Pad, "open"),
+        (Board, "post"),
+        (Rank, "_meet"),
+        (Board, "announce"),
+        (PushParty, "announced"),
+        (Pad, "shut"),
+        *((launchers, name) for name in names),
+    )
 
 
 class Accident:
@@ -60,9 +82,9 @@ class Accident:
         elif self.what:
             os.kill(os.getpid(), signal.SIGKILL if self.what == "kill" else signal.SIGSTOP)
 
-    def watch(self) -> None:
+    def watch(self, points: tuple[tuple[Any, str], ...]) -> None:
         """Make each point known: before and after each of these calls."""
-        for owner, name in POINTS:
+        for owner, name in points:
             setattr(owner, name, self._wrapped(getattr(owner, name)))
 
     def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,15 +98,20 @@ class Accident:
 
 
 def work(child: Child, socket: str, tenant: str, rank: int, world: int, options: dict[str, Any], way: str) -> None:
-    """A rank's life."""
+    """A rank's life. ``device`` in the options: a folder for device memory, and by rank what fails there."""
     torch.set_num_threads(1)
     os.environ["UMBP_LOAD"] = way
-    accident, cache = Accident(), Cache()
-    accident.watch()
+    accident, runtime, points, device = Accident(), None, POINTS, options.pop("device", None)
+    if device is not None:
+        os.environ |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+        runtime = HostRuntime(device["folder"], device.get("failing", {}).get(str(rank)))
+        points = device_points()
+    cache = Cache(make=runtime.tensor) if runtime is not None else Cache()
     with umbp.connect(socket, client=f"rank {rank}") as pool:
         namespace = cache.namespace(pool, tenant=tenant)
         group = umbp.Group("g", rank, world, **options)
-        with umbp.Loader(namespace, cache.tensors, group, copy_threads=1) as loader:
+        with umbp.Loader(namespace, cache.tensors, group, copy_threads=1, runtime=runtime) as loader:
+            accident.watch(points)
             child.say("here")
             while (told := child.hear(120.0))["do"] != "end":
                 child.say(Rehearsed(cache, namespace, loader, accident).obey(told))
@@ -140,6 +167,17 @@ class Rehearsed:
         self.accident.plan()
         return {"codes": status.codes.tolist(), "bytes": offload.read_bytes}
 
+    def metrics(self) -> dict[str, float]:
+        """What this process shows to Prometheus of its loads: name and labels -> value."""
+        found = (sample for family in REGISTRY.collect() for sample in family.samples if sample.name.startswith("umbp_load"))
+        return {f"{sample.name}{sorted(sample.labels.values())}": sample.value for sample in found}
+
+    def device(self) -> dict[str, Any]:
+        """What is held of the other ranks' memory, and of the pool's."""
+        runtime = self.loader._equipment.runtime
+        assert isinstance(runtime, HostRuntime)
+        return {"opened": len(runtime.opened), "registered": len(runtime.registered), "calls": dict(runtime.calls)}
+
     def statistics(self) -> dict[str, Any]:
         found = self.loader.statistics()
         return {name: getattr(found, name) for name in found.__slots__}
@@ -160,7 +198,7 @@ class Ranks:
         for rank in ranks or range(self.world):
             if rank in self.children:
                 self.end(rank)
-            self.children[rank] = Child(work, *self.arguments, rank, self.world, self.options, self.way)
+            self.children[rank] = Child(work, *self.arguments, rank, self.world, dict(self.options), self.way)
         for rank in ranks or range(self.world):
             assert self.hear(rank) == "here"
 

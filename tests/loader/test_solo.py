@@ -252,5 +252,5 @@ def test_a_call_that_cannot_be_right_is_refused_at_once(pool: umbp.Pool, keys: A
 def test_an_unknown_way_is_refused_at_the_start(pool: umbp.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache()
     monkeypatch.setenv("UMBP_LOAD", "fastest")
-    with pytest.raises(InvalidRequest, match="auto, solo, staged"):
+    with pytest.raises(InvalidRequest, match="auto, fused, staged, solo"):
         umbp.Loader(cache.namespace(pool), cache.tensors)

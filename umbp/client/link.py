@@ -136,6 +136,11 @@ class Link:
         return f"<Link {self.address} {'up' if self.up else 'down'}, session {self.session}>"
 
     @property
+    def holder(self) -> int:
+        """The number of this client's lock on the segment's file (`umbp.store.segment.held`)."""
+        return self._holder
+
+    @property
     def session(self) -> int:
         """Number of the current or last session; 0 before the first."""
         return self.bond.session if self.bond else 0

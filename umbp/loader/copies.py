@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from umbp.loader.handles import Load
 from umbp.loader.rows import CHUNK_BYTES, Route
 from umbp.loader.tensors import KvTensors, Plane
 from umbp.types import I64, U8
@@ -39,7 +41,7 @@ class Taken:
 
 
 class Copies:
-    """The planes of one rank, and the threads that copy for it."""
+    """The planes of one rank, and the threads that copy for it: the mover of tensors on the CPU."""
 
     def __init__(self, tensors: KvTensors, threads: int) -> None:
         self.planes: list[list[tuple[Plane, U8]]] = [[] for _ in range(tensors.layers)]
@@ -51,6 +53,26 @@ class Copies:
 
     def __repr__(self) -> str:
         return f"<Copies of {len(self.planes)} layers with {self.threads} threads>"
+
+    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken) -> bool:
+        """See `Mover.restore`."""
+        routes = self.route(offsets, slots)
+        if not load.claim():
+            return False
+        try:
+            for layer in range(len(self.planes)):
+                if load.cancelled or time.monotonic() > load.deadline:
+                    return False
+                taken.own += self.load(data, routes, layer)
+                load.read_bytes = taken.segment
+                load.advance(layer + 1)
+        finally:
+            load.let_go()
+        return True
+
+    def save(self, data: U8, offsets: I64, slots: I64) -> None:
+        """See `Mover.save`."""
+        self.store(data, self.route(offsets, slots))
 
     def route(self, offsets: I64, slots: I64) -> list[Route]:
         """These pages, one part for each thread."""

@@ -7,35 +7,38 @@ lease for all who came; copy the tables of the roster's ranks; deal the pages (`
 computed from the same tables); *exchange* (`umbp.loader.exchange`); *leave*. No rank needs to know before what another will ask for, or
 whether it comes: who does not come is not in the roster, and who comes late is in another one.
 
+How the exchange goes is the *party*'s: ranks on the CPU pull out of each other's staging (`umbp.loader.rings`), ranks on GPUs push into
+each other's slots (`umbp.loader.pushes`). A party's ranks meet only their own kind.
+
 Tables are posted before the join, so a roster never names one that is not there. A rank that has posted another meanwhile had left this
 round: it counts as not helping and wanting nothing. Then two ranks may deal differently, which each sees by the other's digest.
 
 *Invariant 1* in a group: pages come from the segment under the round's lease, or from an owner's area, which stays what it is while the
 round lasts. `leave` is answered with whether the round lasted until then. If it did not (this process was stopped for too long, or the
-pool went), what came from others is read again from the segment, and each page counts only if its version is still the one that was
-looked up: versions are read after the last copy, and never used twice.
+pool went), what came through others' staging is read again from the segment, and each page counts only if its version is still the one
+that was looked up: versions are read after the last copy, and never used twice.
 
-Invariants 3 and 4: see `umbp.loader.exchange`. The calls to the pool are bounded by the load's deadline as well.
+Invariants 3 and 4: see the parties. The calls to the pool are bounded by the load's deadline as well.
 
 What it costs: two round trips and 64 KiB of table at most per load and rank, the staging memory, and one copy in cache more per page.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from umbp.client import Namespace
 from umbp.client.link import Bond, Look
 from umbp.client.ranks import Membership, RosterView, enter, give_up, join, leave
-from umbp.core.windows import Windows, windows
 from umbp.errors import InvalidRequest, LimitReached, UmbpError
-from umbp.loader.area import AREA_BYTES_MIN, RING_AT, RING_SLOTS, Area
-from umbp.loader.copies import Copies, Taken
-from umbp.loader.exchange import Exchange, Producer, Source, Window, digest, shared_by
+from umbp.loader.area import AREA_BYTES_MIN
+from umbp.loader.copies import Taken
 from umbp.loader.handles import Load
 from umbp.store.index import W_OFFSET
 from umbp.types import I64, U8, Mask
@@ -49,9 +52,9 @@ WORLD_MAX = 64
 class Group:
     """One rank's view of a group: the same ``name`` and ``world`` on all ranks, each with a ``rank`` of its own.
 
-    ``helps``: whether this rank reads pages that only others want. ``staging_bytes``: segment memory for the exchange, less if the pool
-    gives less. ``meet_seconds``: how long the first rank that comes waits for the others. ``patience_seconds``: how long a rank waits
-    for a sign of another before it does without.
+    ``helps``: whether this rank reads pages that only others want. ``staging_bytes``: memory for the exchange where it is staged: of the
+    segment for ranks on the CPU, less if the pool gives less; of each GPU for ranks on GPUs. ``meet_seconds``: how long the first rank that
+    comes waits for the others. ``patience_seconds``: how long a rank waits for a sign of another before it does without.
     """
 
     name: str
@@ -79,17 +82,74 @@ class Alone(Exception):
     """This load cannot be the group's: the text says why. Nothing was moved."""
 
 
+@dataclass(slots=True)
+class Round:
+    """One round as this rank is in it. ``seat``: its index in the roster; ``slots``: of the pages that it posted."""
+
+    load: Load
+    bond: Bond
+    roster: RosterView
+    seat: int
+    slots: I64
+    taken: Taken
+
+    @property
+    def held(self) -> Mask:
+        """Which of the posted pages exist."""
+        return self.roster.seats[self.seat].held
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """``others``: which of the posted pages came through other ranks' memory; ``whole``: False if it was cancelled, or too late."""
+
+    others: Mask
+    whole: bool
+
+
+class Party(Protocol):
+    """How one kind of ranks exchange pages. Used by one thread."""
+
+    kind: str
+    lost_owners: int
+
+    def area_bytes(self) -> tuple[int, int]:
+        """Bytes of the segment for this rank: what it would like, and with how little it can do."""
+
+    def enter(self, membership: Membership) -> None:
+        """This rank is a member now, and its area is empty. Alone if it cannot take part."""
+
+    def give_up(self) -> None:
+        """It is none any more, and writes to the area no more."""
+
+    def begin(self, load: Load, sequence: int) -> bool:
+        """From now on others may write into the load's slots, if they do so at all. False if the load is over already."""
+
+    def post(self, sequence: int, ids: I64, slots: I64, *, helps: bool, way: str) -> None:
+        """Say what this rank wants."""
+
+    def exchange(self, made: Round) -> Exchanged:
+        """Move the pages."""
+
+    def end(self, load: Load) -> None:
+        """When this returns, nobody writes into the load's slots any more. After `begin`, always."""
+
+    def again(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken) -> bool:
+        """After a round that did not last: make sure of what came through others. False if that cannot be done."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
 class Rank:
     """This process's place in its group. Used by one thread, the loader's."""
 
-    def __init__(self, namespace: Namespace, group: Group, copies: Copies) -> None:
+    def __init__(self, namespace: Namespace, group: Group, party: Party) -> None:
         self.group = group
-        self.copies = copies
         self.namespace = namespace
+        self.party = party
         self.rounds = 0
-        self.lost_owners = 0
         self._membership: Membership | None = None
-        self._area: Area | None = None
         self._sequence = time.monotonic_ns()  # grows over restarts of this process too
         self._refused = ""
         self._retry_at = 0.0
@@ -106,21 +166,23 @@ class Rank:
             return
         if time.monotonic() < self._retry_at:
             raise Alone(self._refused)
-        self._membership = None
+        self._leave_group()
         try:
             self._membership = self._enter()
-            self._area = Area(self._membership.area)
-        except UmbpError as error:
+            self.party.enter(self._membership)
+        except (UmbpError, Alone) as error:
             raise self._refuse(str(error)) from error
 
     def close(self) -> None:
         """Leave the group and give the staging back."""
-        if self._membership is not None:
-            self.namespace.run(give_up(self._membership))
-            self._membership = None
+        self._leave_group()
+        self.party.close()
 
-    def load(self, load: Load, keys: U8, slots: I64, taken: Taken) -> tuple[Mask, str]:
-        """Load with the group: which pages are there, and why the others are not. Alone if it must be done without the group."""
+    def load(self, load: Load, keys: U8, slots: I64, taken: Taken, way: str) -> tuple[Mask, str]:
+        """Load with the group: which pages are there, and why the others are not. Alone if it must be done without the group.
+
+        ``way``: fused, or staged if others cannot push into this rank's slots.
+        """
         self.enter()
         membership = self._membership
         assert membership is not None
@@ -136,31 +198,58 @@ class Rank:
             operations.note_once(keys)
         held = np.zeros(len(keys), bool)
         with operations.link.filling(membership.bond):
-            roster = self._meet(membership, look, which, load)
-            mine = next(seat for seat in roster.seats if seat.rank == self.group.rank)
+            made, done = self._round(load, membership, look, which, slots[which], taken, way)
+            intact = False
             try:
-                got, others, whole = self._exchange(load, membership, roster, ids, slots[which], taken)
-                if not whole:  # decided already: nobody waits for the pool to hear of it
+                if done is None or not done.whole:  # decided already: nobody waits for the pool to hear of it
                     load.end(held, "cancelled" if load.cancelled else "the deadline passed")
             finally:
-                intact = self.namespace.run(leave(membership, roster.round))
-            if not whole:
+                if made is not None:
+                    intact = self.namespace.run(leave(membership, made.roster.round))
+            if made is None or done is None or not done.whole:
                 return held, ""
-            held[which[mine.held]] = True
+            held[which[made.held]] = True
             if not intact and look is not None:
-                held &= self._judge(load, look, which, got, others, slots, taken)
+                held &= self._judge(load, look, which, made.held, done.others, slots, taken)
         return held, "" if held.all() else f"{int(np.count_nonzero(~held))} pages are not stored any more"
 
     # -- steps of it -------------------------------------------------------------------------------------------------------------------
 
+    def _round(
+        self, load: Load, membership: Membership, look: Look | None, which: I64, slots: I64, taken: Taken, way: str
+    ) -> tuple[Round | None, Exchanged | None]:
+        """Meet and exchange; nobody writes into the slots any more when this returns or raises. Nothing for a load that is over."""
+        self._sequence += 1
+        if not self.party.begin(load, self._sequence):
+            return None, None
+        made, done = None, None
+        try:
+            roster = self._meet(membership, look, which, slots, load, way)
+            seat = next(index for index, seat in enumerate(roster.seats) if seat.rank == self.group.rank)
+            made = Round(load, membership.bond, roster, seat, slots, taken)
+            done = self.party.exchange(made)
+        except BaseException:
+            if made is not None:
+                with contextlib.suppress(UmbpError):
+                    self.namespace.run(leave(membership, made.roster.round))
+            raise
+        finally:
+            self.party.end(load)
+        return made, done
+
+    def _leave_group(self) -> None:
+        if self._membership is not None:
+            membership, self._membership = self._membership, None
+            self.party.give_up()
+            self.namespace.run(give_up(membership))
+
     def _enter(self) -> Membership:
-        """With as much staging as the pool gives, from what was asked for down to a page a slot."""
-        group = self.group
-        smallest = RING_AT + RING_SLOTS * (-(-max(self.copies.layer_bytes) // 4096) * 4096 + 4096)
-        size = max(group.staging_bytes, smallest)
+        """With as much staging as the pool gives, from what was asked for down to the least."""
+        group, (size, smallest) = self.group, self.party.area_bytes()
+        name = f"{group.name} {self.party.kind}".strip()
         while True:
             try:
-                return self.namespace.run(enter(self.namespace.operations, group.name, world=group.world, rank=group.rank, size_bytes=size))
+                return self.namespace.run(enter(self.namespace.operations, name, world=group.world, rank=group.rank, size_bytes=size))
             except LimitReached:
                 if size == smallest:
                     raise
@@ -169,15 +258,13 @@ class Rank:
     def _refuse(self, reason: str) -> Alone:
         log.warning("rank %d of group %r loads alone for %g s: %s", self.group.rank, self.group.name, RETRY_SECONDS, reason)
         self._refused, self._retry_at = reason, time.monotonic() + RETRY_SECONDS
-        self.close()
+        self._leave_group()
         return Alone(reason)
 
-    def _meet(self, membership: Membership, look: Look | None, which: I64, load: Load) -> RosterView:
-        assert self._area is not None
+    def _meet(self, membership: Membership, look: Look | None, which: I64, slots: I64, load: Load, way: str) -> RosterView:
         ids = look.found.ids[which] if look is not None else which
         versions = look.found.versions[which] if look is not None else which.view(np.uint64)
-        self._sequence += 1
-        self._area.post(self._sequence, ids, helps=self.group.helps)
+        self.party.post(self._sequence, ids, slots, helps=self.group.helps, way=way)
         seconds = max(0.001, load.deadline - time.monotonic())
         try:
             made = join(membership, ids, versions, sequence=self._sequence, seconds=seconds, wait=self.group.meet_seconds)
@@ -189,91 +276,10 @@ class Rank:
         self.rounds += 1
         return roster
 
-    def _tables(self, roster: RosterView) -> tuple[list[Area], list[I64], list[bool]]:
-        """Each rank's area, the pages that it wants and that exist, and whether it reads for others."""
-        areas, wanted, helps = [], [], []
-        known = np.empty(0, np.int64)
-        for seat in roster.seats:
-            area = Area(seat.area)
-            table = area.table_or_none(seat.sequence, seat.pages)
-            ids = table[0][seat.held] if table is not None else np.empty(0, np.int64)
-            good = table is not None and (np.array_equal(ids, known) or len(np.unique(ids)) == len(ids))
-            known = ids if good else known  # mostly all ask for the same
-            areas.append(area)
-            wanted.append(ids if good else ids[:0])
-            helps.append(good and table is not None and table[1] and self.copies.rows_in(area.slot_bytes) > 0)
-        return areas, wanted, helps
-
-    def _exchange(
-        self, load: Load, membership: Membership, roster: RosterView, ids: I64, slots: I64, taken: Taken
-    ) -> tuple[Mask, Mask, bool]:
-        """Move the pages. Of this rank's wanted pages: which exist, and which of them came through others; and whether it is done."""
-        areas, wanted, helps = self._tables(roster)
-        me = next(index for index, seat in enumerate(roster.seats) if seat.rank == self.group.rank)
-        dealt = windows(wanted, helps)
-        held = roster.seats[me].held
-        others = np.zeros(len(ids), bool)
-        if not any(helps):
-            dealt = Windows(dealt.pages, np.where(dealt.position[me] >= 0, me, -1).astype(np.int32), dealt.position)
-        offsets = self._offsets(membership.bond, dealt.pages)
-        position, places = dealt.position[me], slots[held]
-        others[np.flatnonzero(held)[position[(dealt.owner != me) & (position >= 0)]]] = True
-        exchange = self._plan(roster, areas, me, dealt, helps, offsets, places)
-        whole = exchange.run(load, membership.bond.data, taken)
-        for source in exchange.sources:
-            if source.lost:
-                self.lost_owners += 1
-                log.info(
-                    "round %d: rank %d reads the pages of rank %d itself: %s", roster.round, self.group.rank, source.owner, source.lost
-                )
-        return held, others, whole
-
-    def _plan(
-        self, roster: RosterView, areas: list[Area], me: int, dealt: Windows, helps: list[bool], offsets: I64, places: I64
-    ) -> Exchange:
-        copies, group, seats = self.copies, self.group, roster.seats
-        agreed, position = digest(roster.round, dealt), dealt.position[me]
-        mine, private = shared_by(dealt, me)
-        if not any(helps):
-            mine, private = mine[:0], np.flatnonzero(position >= 0)
-        assert self._area is not None
-        self._area.announce(agreed)
-        window = Window(mine, max(1, copies.rows_in(self._area.slot_bytes)))
-        producer = Producer(self._area, group.rank, roster.round, window, copies, group.patience_seconds)
-        producer.plan(offsets[mine], position[mine], places)
-        sources = []
-        for step in range(1, len(seats)):  # beginning with the next rank, so that not all pull from the same one at first
-            other = (me + step) % len(seats)
-            wants = dealt.position[other][mine] >= 0
-            if wants.any():
-                flags = np.array([wants[window.chunk(number)].any() for number in range(window.chunks)])
-                producer.readers.append((areas[other], flags))
-            if not helps[other]:
-                continue
-            theirs = Window(shared_by(dealt, other)[0], max(1, copies.rows_in(areas[other].slot_bytes)))
-            source = Source(areas[other], seats[other].rank, roster.round, theirs, agreed, group.patience_seconds)
-            source.plan(offsets[theirs.pages], position[theirs.pages], places)
-            if source.pieces:
-                sources.append(source)
-        own = copies.route(offsets[private], places[position[private]]) if len(private) else []
-        return Exchange(self._area, producer, sources, own)
-
-    def _offsets(self, bond: Bond, pages: I64) -> I64:
-        """Where these leased entries lie."""
-        entries = bond.index.entries
-        offsets: I64 = entries[pages, W_OFFSET].view(np.int64)
-        inside = (offsets >= 0) & (offsets + self.namespace.object_bytes <= len(bond.data))
-        assert inside.all(), "a leased page lies outside of the segment"
-        return offsets
-
     def _judge(self, load: Load, look: Look, which: I64, got: Mask, others: Mask, slots: I64, taken: Taken) -> Mask:
-        """After a round that did not last: read again what came through others, and count what still is what was looked up."""
+        """After a round that did not last: make sure of what came through others, and count what still is what was looked up."""
         again = which[got & others]
-        if len(again) and not load.cancelled and load.claim():
-            routes = self.copies.route(look.found.rows[again, W_OFFSET].view(np.int64), slots[again])
-            for layer in range(len(self.copies.planes)):
-                taken.fallback += self.copies.load(look.bond.data, routes, layer)
-            load.let_go()
+        if len(again) and self.party.again(load, look.bond.data, look.found.rows[again, W_OFFSET].view(np.int64), slots[again], taken):
             others = np.zeros(len(others), bool)
         operations = self.namespace.operations
         good: Mask = look.found.hit & (look.bond.index.versions_of(look.found.ids) == look.found.versions)
@@ -281,3 +287,11 @@ class Rank:
             good[:] = False
         good[which[others]] = False
         return good
+
+
+def offsets_of(bond: Bond, pages: I64, object_bytes: int) -> I64:
+    """Where these leased entries lie."""
+    offsets: I64 = bond.index.entries[pages, W_OFFSET].view(np.int64)
+    inside = (offsets >= 0) & (offsets + object_bytes <= len(bond.data))
+    assert inside.all(), "a leased page lies outside of the segment"
+    return offsets

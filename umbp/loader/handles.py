@@ -4,6 +4,9 @@ A handle is written by the loader's worker and read by the caller. Layers become
 once its layer is there, and an asyncio caller is woken through its own loop. `finish` is the border: before it returns the worker has let
 go of the slots, whatever happened, and the answer names exactly the pages to recompute.
 
+On a GPU a layer is *queued* before it is there: the worker names a mark behind which it will be, and `wait` makes the caller's current
+stream wait for that mark. The host blocks only until the layer's launches are queued, which is before any of its bytes have moved.
+
 The deadline holds whatever the worker waits for. It *claims* the slots before it writes to them and lets go of them when it calls the
 pool; a load whose deadline passes while they are not claimed ends there and then, and can never be claimed again.
 """
@@ -19,7 +22,9 @@ from functools import partial
 
 import numpy as np
 
+from umbp.core.movers import Choice
 from umbp.errors import InvalidRequest
+from umbp.loader.runtime import Mark
 from umbp.types import F64, I64, Mask, Statuses
 
 
@@ -38,9 +43,12 @@ class LoadDone:
 
 
 class Load:
-    """A load on its way: ``for layer in ...: load.wait(layer); forward(layer)``, then ``load.finish()``."""
+    """A load on its way: ``for layer in ...: load.wait(layer); forward(layer)``, then ``load.finish()``.
 
-    def __init__(self, pages: int, layers: int, deadline: float) -> None:
+    ``choice``: how it is done and why, once that is decided. ``start``: on a GPU, the work of the caller that was queued before the load.
+    """
+
+    def __init__(self, pages: int, layers: int, deadline: float, start: Mark | None = None) -> None:
         self.pages = pages
         self.layers = layers
         self.deadline = deadline  # on time.monotonic
@@ -49,6 +57,9 @@ class Load:
         self.layers_ready = 0
         self.ready_at: F64 = np.full(layers, np.nan)
         self.read_bytes = 0
+        self.choice: Choice | None = None
+        self.start = start
+        self._marks: list[tuple[int, Mark]] = []  # layers below, mark
         self._held: Mask = np.zeros(pages, bool)
         self._reason = ""
         self._over = False
@@ -63,19 +74,21 @@ class Load:
     # -- for the caller ----------------------------------------------------------------------------------------------------------------
 
     def wait(self, layer: int) -> bool:
-        """Block until this layer of every page that can be had is in its slots; False if it will not come (see `finish`)."""
+        """Block until this layer of every page that can be had is in its slots; False if it will not come (see `finish`).
+
+        For tensors on a GPU: the caller's current stream waits for it, in place of the host.
+        """
         self._check(layer)
         with self._change:
-            while not (self.layers_ready > layer or self._over):
+            while not (self._comes(layer) or self._over):
                 self._wait()
-            return self.layers_ready > layer
+        return self._hold(layer)
 
     async def ready(self, layer: int) -> bool:
         """`wait` for asyncio."""
         self._check(layer)
-        while not (self.layers_ready > layer or self._over):
-            await self._changed()
-        return self.layers_ready > layer
+        await self._until(partial(self._comes, layer))
+        return self._hold(layer)
 
     def finish(self) -> LoadDone:
         """Wait for the end. Nothing of this load is written into any slot after this returns."""
@@ -86,8 +99,7 @@ class Load:
 
     async def finished(self) -> LoadDone:
         """`finish` for asyncio."""
-        while not self._over:
-            await self._changed()
+        await self._until(lambda: False)
         return self._done()
 
     def cancel(self) -> None:
@@ -118,6 +130,17 @@ class Load:
             self._claimed = False
             self._notify()
 
+    def hold_start(self) -> None:
+        """The worker's current stream goes on behind what the caller had queued before the load: it may still read the slots."""
+        if self.start is not None:
+            self.start.hold()
+
+    def queue(self, layers: int, mark: Mark) -> None:
+        """All layers below this one will be in their slots behind this mark."""
+        with self._change:
+            self._marks.append((layers, mark))
+            self._notify()
+
     def advance(self, layers_ready: int) -> None:
         """All layers below this one are in their slots."""
         with self._change:
@@ -131,6 +154,17 @@ class Load:
             if not self._over:
                 self._held, self._reason, self._over, self._claimed = held, reason, True, False
                 self._notify()
+
+    def _comes(self, layer: int) -> bool:
+        return self.layers_ready > layer or bool(self._marks and self._marks[-1][0] > layer)
+
+    def _hold(self, layer: int) -> bool:
+        """Whether the layer comes; if it is only queued, the caller's stream waits for it."""
+        for layers, mark in self._marks if self.layers_ready <= layer else ():
+            if layers > layer:
+                mark.hold()
+                return True
+        return self.layers_ready > layer
 
     def _wait(self) -> None:
         """For any change, or until the deadline ends the load. Holds the lock."""
@@ -159,20 +193,21 @@ class Load:
     def _done(self) -> LoadDone:
         return LoadDone(np.flatnonzero(~self._held), self._reason, self.read_bytes, self.ready_at)
 
-    async def _changed(self) -> None:
+    async def _until(self, true: Callable[[], bool]) -> None:
+        """Look at each change, until it is true or the load is over."""
         loop = asyncio.get_running_loop()
-        event = asyncio.Event()
-        before = (self.layers_ready, self._over)
-        with self._change:
-            if (self.layers_ready, self._over) != before:
-                return
-            self._waiters.append(partial(_wake, loop, event))
-            left = self._left()
-        try:
-            async with asyncio.timeout(left):
-                await event.wait()
-        except TimeoutError:
-            self._expire()
+        while True:
+            event = asyncio.Event()
+            with self._change:  # looked at under the lock, so that no change falls between the look and the wait
+                if true() or self._over:
+                    return
+                self._waiters.append(partial(_wake, loop, event))
+                left = self._left()
+            try:
+                async with asyncio.timeout(left):
+                    await event.wait()
+            except TimeoutError:
+                self._expire()
 
     def _check(self, layer: int) -> None:
         if not 0 <= layer < self.layers:

@@ -2,21 +2,18 @@
 
 Theory of operation
 -------------------
-A load alone takes one lease for all its pages, so that what was found stays; finds its `Route` once (vectorised over pages); and then
-moves layer after layer, each one a few native calls whatever the number of pages, telling the handle after each. At the end the lease is
-asked whether it stood all the time: pages for which it did not are missing, as are those that were never found. Nothing else can fail a
-page, and no failure raises into the serving loop: it is a reason in the answer. A load of a group: see `umbp.loader.group`; whatever it
-cannot do there it does alone.
+A load alone takes one lease for all its pages, so that what was found stays, and gives it to the *mover* of its tensors: `Copies` on the
+CPU, `DeviceMover` or `Bounce` on a GPU. Layers come one after the other, each a few native calls or one launch whatever the number of
+pages. At the end the lease is asked whether it stood all the time: pages for which it did not are missing, as are those that were never
+found. Nothing else can fail a page, and no failure raises into the serving loop: it is a reason in the answer. A load of a group: see
+`umbp.loader.group`; whatever it cannot do there it does alone. Which of the two, and how, is `umbp.core.movers`'s choice.
 
 Pages that are not in DRAM (`umbp.client.fetches`) are brought there first, for at most `FETCH_SHARE` of the load's time, and held until the
 load is over; what has not come by then is missing. A load of pages that are all in DRAM makes no call for it.
 
 An offload: see `umbp.loader.offloads`.
 
-Loads run one after the other in a thread of the loader, offloads in another, so that an offload never delays a load's first layer. Copies
-are split over `copy_threads` cores by pages.
-
-This file moves tensors on the CPU. Tensors on a GPU are refused until the kernels of `umbp.kernels` are wired in here.
+Loads run one after the other in a thread of the loader, offloads in another, so that an offload never delays a load's first layer.
 """
 
 from __future__ import annotations
@@ -34,13 +31,19 @@ import numpy as np
 
 from umbp.client import Lease, Namespace
 from umbp.client.fetches import end, hold
+from umbp.core.movers import WAYS, Choice, Facts, choose
+from umbp.core.roofline import Load as LoadShape
+from umbp.core.roofline import break_even
 from umbp.errors import InvalidRequest, LeaseLost, UmbpError
 from umbp.layout import as_keys
 from umbp.loader.area import TABLE_PAGES_MAX
-from umbp.loader.copies import Copies, Taken
+from umbp.loader.copies import Taken
+from umbp.loader.counters import counters
+from umbp.loader.equipment import equip
 from umbp.loader.group import Alone, Group, Rank
 from umbp.loader.handles import Load, Offload
 from umbp.loader.offloads import Offloads
+from umbp.loader.runtime import Fault, Runtime
 from umbp.loader.tensors import KvTensors, as_slots
 from umbp.types import I64, NOWHERE, U8, Mask
 
@@ -48,22 +51,22 @@ log = logging.getLogger("umbp.loader")
 DEADLINE_SECONDS = 10.0
 FETCH_SHARE = 0.8  # of a load's time may be spent on waiting for pages from elsewhere: the rest is for moving what came
 COPY_THREADS_MAX = 4
-WAYS = ("auto", "solo", "staged")
-# A meeting costs about 0.3 ms (two round trips), in which one link of 55 GB/s carries 16 MB: what is less is there sooner alone.
-MEET_BYTES_MIN = 16 << 20
+LAYER_GROUPS = 8  # what the break-even is asked for: a typical load
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderStatistics:
     """Counts of one loader. Bytes ``own`` + ``group`` + ``fallback`` left the segment; ``received`` came from other ranks' staging.
 
-    ``way`` and ``reason``: how the last load went, and why so. ``lost_owners``: ranks that were not waited for any longer.
+    ``way``, ``cause`` and ``reason``: how the last load went, and why so. ``lost_owners``: ranks that were not waited for any longer.
     """
 
     way: str
+    cause: str
     reason: str
     solo_loads: int
     staged_loads: int
+    fused_loads: int
     pages: int
     missing_pages: int
     own_bytes: int
@@ -75,37 +78,45 @@ class LoaderStatistics:
 
 
 class Loader:
-    """Moves pages of one namespace to and from one rank's KV tensors.
+    """Moves pages of one namespace to and from one rank's KV tensors, on the CPU or on a GPU.
 
     ``tensors``: component -> one tensor a layer, None where skipped. ``group``: the ranks to load and offload with, None for none.
-    ``UMBP_LOAD`` says how: auto (the default), solo, or staged (with the group, also what is small).
+    ``UMBP_LOAD`` says how: auto (the default), solo, fused or staged (with the group, also what is small). ``copy_threads``: of loads on
+    the CPU. ``runtime``: in place of the one of the tensors' device.
     """
 
     def __init__(
-        self, namespace: Namespace, tensors: Mapping[str, Sequence[Any]], group: Group | None = None, *, copy_threads: int | None = None
+        self,
+        namespace: Namespace,
+        tensors: Mapping[str, Sequence[Any]],
+        group: Group | None = None,
+        *,
+        copy_threads: int | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self.namespace = namespace
         self.group = group
         self.tensors = KvTensors.of(tensors, namespace.identity.layout)
-        if self.tensors.device.type != "cpu":
-            raise InvalidRequest(f"tensors on {self.tensors.device} cannot be loaded yet", field="tensors", example="tensors on the CPU")
         if group is not None and not namespace.identity.replicated:
             raise InvalidRequest(
                 "the KV of this namespace differs from rank to rank: there is nothing to share", field="group", example="None"
             )
-        self._way = os.environ.get("UMBP_LOAD", "auto")
-        if self._way not in WAYS:
-            raise InvalidRequest(f"{self._way!r} is none of {', '.join(WAYS)}", field="UMBP_LOAD", example="auto")
+        self._asked = os.environ.get("UMBP_LOAD", "auto")
+        if self._asked not in WAYS:
+            raise InvalidRequest(f"{self._asked!r} is none of {', '.join(WAYS)}", field="UMBP_LOAD", example="auto")
         cores = len(os.sched_getaffinity(0))
         threads = max(1, min(cores, COPY_THREADS_MAX) if copy_threads is None else copy_threads)
-        self._copies = Copies(self.tensors, threads)
-        self._rank = Rank(namespace, group, self._copies) if group is not None else None
-        self._offloading = Offloads(namespace, group, self._copies)
+        self._equipment = equip(self.tensors, namespace, group, runtime=runtime, copy_threads=threads)
+        self._mover = self._equipment.mover
+        self.copy_threads = threads
+        self._rank = Rank(namespace, group, self._equipment.party) if group is not None and self._equipment.party is not None else None
+        self._offloading = Offloads(namespace, group, self._mover)
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="umbp-load")
         self._offloads = ThreadPoolExecutor(1, thread_name_prefix="umbp-offload")
         self._taken = Taken()
-        self._last = ("", "")
-        self._count = {"solo": 0, "staged": 0, "pages": 0, "missing": 0}
+        self._last = Choice("", "", "")
+        self._count = {"solo": 0, "staged": 0, "fused": 0, "pages": 0, "missing": 0}
+        self._counters = counters()
         if self._rank is not None:
             with contextlib.suppress(Alone):  # so that the others know of this rank before its first load; it tries again then
                 self._rank.enter()
@@ -118,11 +129,6 @@ class Loader:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    @property
-    def copy_threads(self) -> int:
-        """Threads that copy for a load."""
-        return self._copies.threads
 
     def lookup(self, keys: Any, *, session: str = "") -> int:
         """How many leading pages can be restored now. No call, but one for pages that may be elsewhere, where there is such a place."""
@@ -138,42 +144,48 @@ class Loader:
 
         ``keys`` (n, 32), ``slots`` (n,) distinct page indices of the tensors. ``deadline``: seconds after which what is not there is
         missing. ``verify``: compare checksums of no, some or all pages before they are moved. ``after``: something with ``synchronize()``
-        (a torch event), waited for before anything is written. In a group, a load of no pages helps the other ranks with theirs.
+        (a torch event), waited for before anything is written; without it, on a GPU, what the caller's current stream has queued is. In a
+        group, a load of no pages helps the other ranks with theirs.
         """
         array = as_keys(keys)
         places: I64 = as_slots(slots, len(array), self.tensors.pages)
         if not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
             raise InvalidRequest(f"{deadline!r} is not a number of seconds above 0 and up to an hour", field="deadline", example="10")
-        load = Load(len(array), self.tensors.layers, time.monotonic() + deadline)
+        start = self._equipment.mark() if after is None else None
+        load = Load(len(array), self.tensors.layers, time.monotonic() + deadline, start)
         self._loads.submit(self._run, load, array, places, verify, after)
         return load
 
     def offload(self, keys: Any, slots: Any, *, after: Any = None, parent: bytes | None = None) -> Offload:
         """Start to store pages from these slots; returns at once. The slots must keep their bytes until the handle's result is there.
 
-        ``after``: something with ``synchronize()`` (a torch event), waited for before the tensors are read. ``parent``: the key before the
-        first, where there is one. In a group each rank is given the same keys, and each page is stored by one of them.
+        ``after``: something with ``synchronize()`` (a torch event), waited for before the tensors are read; without it, on a GPU, what the
+        caller's current stream has queued is. ``parent``: the key before the first, where there is one. In a group each rank is given the
+        same keys, and each page is stored by one of them.
         """
         array = as_keys(keys)
         places: I64 = as_slots(slots, len(array), self.tensors.pages)
         offload = Offload(len(array))
-        self._offloads.submit(self._offloading.run, offload, array, places, after, parent)
+        self._offloads.submit(self._offloading.run, offload, array, places, after or self._equipment.mark_to_wait_for(), parent)
         return offload
 
     def statistics(self) -> LoaderStatistics:
         """A snapshot."""
         taken, count = self._taken, self._count
         return LoaderStatistics(
-            *self._last,
+            self._last.mover,
+            self._last.cause,
+            self._last.reason,
             solo_loads=count["solo"],
             staged_loads=count["staged"],
+            fused_loads=count["fused"],
             pages=count["pages"],
             missing_pages=count["missing"],
             own_bytes=taken.own,
             group_bytes=taken.group,
             fallback_bytes=taken.fallback,
             received_bytes=taken.received,
-            lost_owners=self._rank.lost_owners if self._rank else 0,
+            lost_owners=self._rank.party.lost_owners if self._rank else 0,
             offloaded_bytes=self._offloading.read_bytes,
         )
 
@@ -183,7 +195,7 @@ class Loader:
         self._offloads.shutdown(wait=True)
         if self._rank is not None:
             self._rank.close()
-        self._copies.close()
+        self._mover.close()
 
     # -- loads -------------------------------------------------------------------------------------------------------------------------
 
@@ -191,6 +203,7 @@ class Loader:
         """One load, to its end; nothing raises."""
         held: Mask = np.zeros(len(keys), bool)
         reason, taken, wanted = "", Taken(), None
+        lost = self._rank.party.lost_owners if self._rank else 0
         try:
             if load.over:  # its deadline passed before its turn came
                 return
@@ -198,17 +211,17 @@ class Loader:
             wanted = self.namespace.run(hold(self.namespace.operations, keys, seconds, lambda: load.over or load.cancelled))
             if after is not None:
                 after.synchronize()
-            why = self._why_alone(len(keys), verify)
-            if not why and self._rank is not None:
+            choice = self._choose(len(keys), verify)
+            if choice.mover != "solo" and self._rank is not None:
                 try:
-                    held, reason = self._rank.load(load, keys, slots, taken)
-                    self._went("staged", self._way if self._way != "auto" else "the group's pages are read once")
+                    self._went(load, choice)
+                    held, reason = self._rank.load(load, keys, slots, taken, choice.mover)
                 except Alone as error:
-                    why = str(error)
-            if why:
-                self._went("solo", why)
+                    choice = Choice("solo", "no_meeting", str(error))
+            if choice.mover == "solo":
+                self._went(load, choice)
                 held, reason = self._alone(load, keys, slots, verify, taken)
-        except UmbpError as error:
+        except (UmbpError, Fault) as error:
             reason = str(error)
         except Exception as error:
             log.exception("a load failed")
@@ -218,30 +231,43 @@ class Loader:
             load.end(held, reason)
             if wanted is not None:
                 self.namespace.run(end(wanted))
-            self._taken.add(taken)
-            self._count["pages"] += len(keys)
-            self._count["missing"] += len(load.finish().missing)
+            self._account(load, taken, lost=(self._rank.party.lost_owners if self._rank else 0) - lost)
 
-    def _why_alone(self, pages: int, verify: str) -> str:
-        """Why this load is not the group's; "" if it is."""
+    def _choose(self, pages: int, verify: str) -> Choice:
+        """How this load is done."""
+        alone = None
         if self._rank is None:
-            return "no group"
-        if self._way == "solo":
-            return "UMBP_LOAD"
-        if verify != "never":
-            return "checksums are compared, which reads all pages"
-        if pages > TABLE_PAGES_MAX:
-            return f"{pages} pages are more than the {TABLE_PAGES_MAX} that a rank may bring to a meeting"
-        size = pages * self.namespace.object_bytes
-        if self._way == "auto" and 0 < size < MEET_BYTES_MIN:
-            return f"{size} bytes are there sooner without a meeting"
-        return ""
+            alone = ("unreachable", self._equipment.unreachable) if self.group is not None else ("no_group", "no group")
+        elif verify != "never":
+            alone = ("verify", "checksums are compared, which reads all pages")
+        elif pages > TABLE_PAGES_MAX:
+            alone = ("too_many_pages", f"{pages} pages are more than the {TABLE_PAGES_MAX} that a rank may bring to a meeting")
+        world = self.group.world if self.group is not None else 1
+        shape = LoadShape(pages, self.namespace.object_bytes, world, min(LAYER_GROUPS, self.tensors.layers))
+        facts = Facts(
+            pages * self.namespace.object_bytes,
+            break_even(self._equipment.machine, shape, meet=True),
+            alone,
+            unmapped=self._equipment.unmapped,
+            unreachable=self._equipment.unreachable,
+        )
+        return choose(self._asked, facts)
 
-    def _went(self, way: str, reason: str) -> None:
-        self._count[way] += 1
-        if self._last != (way, reason):
-            log.info("loads are %s: %s", way, reason)
-            self._last = (way, reason)
+    def _went(self, load: Load, choice: Choice) -> None:
+        load.choice = choice
+        if (self._last.mover, self._last.cause) != (choice.mover, choice.cause):
+            log.info("loads are %s (%s): %s", choice.mover, choice.cause, choice.reason)
+        self._last = choice
+
+    def _account(self, load: Load, taken: Taken, *, lost: int) -> None:
+        missing = len(load.finish().missing)
+        if load.choice is not None:
+            self._count[load.choice.mover] += 1
+        self._taken.add(taken)
+        self._count["pages"] += load.pages
+        self._count["missing"] += missing
+        self._counters.load(load.choice, taken, pages=load.pages, missing=missing)
+        self._counters.lost.inc(lost)
 
     def _alone(self, load: Load, keys: U8, slots: I64, verify: str, taken: Taken) -> tuple[Mask, str]:
         """Which pages are there, and why the others are not."""
@@ -262,20 +288,7 @@ class Loader:
     def _move(self, load: Load, lease: Lease, slots: I64, taken: Taken) -> bool:
         """All layers of what the lease holds; False if it was stopped on the way."""
         which = np.flatnonzero(lease.held)
-        routes = self._copies.route(lease.offsets[which], slots[which])
-        data = lease.data
-        if not load.claim():
-            return False
-        try:
-            for layer in range(self.tensors.layers):
-                if load.cancelled or time.monotonic() > load.deadline:
-                    return False
-                taken.own += self._copies.load(data, routes, layer)
-                load.read_bytes = taken.segment
-                load.advance(layer + 1)
-        finally:
-            load.let_go()
-        return True
+        return self._mover.restore(load, lease.data, lease.offsets[which], slots[which], taken)
 
 
 __all__ = ["Loader", "LoaderStatistics"]

@@ -21,9 +21,9 @@ import numpy as np
 
 from umbp.client import Namespace
 from umbp.layout import KEYS_PER_CALL_MAX
-from umbp.loader.copies import Copies
 from umbp.loader.group import Group
 from umbp.loader.handles import Offload
+from umbp.loader.mover import Mover
 from umbp.store.index import key_words
 from umbp.types import I64, U8, Mask, Statuses, WriteStatus
 
@@ -41,10 +41,10 @@ def share(keys: U8, rank: int, world: int) -> Mask:
 class Offloads:
     """The offloads of one loader. Used by one thread."""
 
-    def __init__(self, namespace: Namespace, group: Group | None, copies: Copies) -> None:
+    def __init__(self, namespace: Namespace, group: Group | None, mover: Mover) -> None:
         self.namespace = namespace
         self.group = group
-        self.copies = copies
+        self.mover = mover
         self.read_bytes = 0
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class Offloads:
             before = keys[part[0] - 1].tobytes() if part[0] else parent
 
             def fill(items: I64, data: U8, offsets: I64, part: I64 = part) -> None:
-                self.copies.store(data, self.copies.route(offsets, slots[part[items]]))
+                self.mover.save(data, offsets, slots[part[items]])
                 offload.read_bytes += len(items) * self.namespace.object_bytes
                 self.read_bytes += len(items) * self.namespace.object_bytes
 

@@ -1,0 +1,106 @@
+"""Loads and offloads by the kernels, through the tests' runtime: bytes, guards, order of layers, and what is used where something fails."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import umbp
+from tests.field.people import Child
+from tests.kernels import processes
+from tests.pools import PoolProcess
+from umbp.types import WriteStatus
+
+pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
+from tests.loader.caches import PAGES, Cache, keys_of, slots_for
+from tests.loader.host_runtime import HostRuntime, Passed
+
+
+@pytest.fixture
+def folder() -> Iterator[str]:
+    made = tempfile.mkdtemp(prefix="umbp-device-", dir="/dev/shm")
+    yield made
+    shutil.rmtree(made)
+
+
+def in_interpreter(work: Any, *arguments: Any) -> Any:
+    """What ``work`` returns, in a process in which Triton is imported for its interpreter."""
+    processes.need("triton")
+    with Child(_interpreted, work, *arguments) as child:
+        return child.hear(120.0)
+
+
+def _interpreted(child: Child, work: Any, *arguments: Any) -> None:
+    os.environ |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    child.say(work(*arguments))
+
+
+def solo(socket: str, folder: str, tenant: str, failing: dict[str, str]) -> dict[str, Any]:
+    """Offload, load elsewhere, load what is not there; what was seen."""
+    runtime, numbers = HostRuntime(folder, failing), list(range(20))
+    cache = Cache(make=runtime.tensor)
+    with umbp.connect(socket) as pool:
+        namespace = cache.namespace(pool, tenant=tenant)
+        slots = slots_for(1, 20)
+        with umbp.Loader(namespace, cache.tensors, runtime=runtime) as loader:
+            cache.write(numbers, slots)
+            status = loader.offload(keys_of(numbers), slots).result()
+            cache.wipe()
+            places = slots_for(2, 23)
+            load = loader.load(keys_of([*numbers, 900, 901, 902]), places)
+            layers = []
+            for layer in range(cache.layers):
+                assert load.wait(layer)
+                layers.append(bool(cache.has(numbers, places[:20], layer).all()))
+            done = load.finish()
+            found = loader.statistics()
+            registered = len(runtime.registered)
+        return {
+            "stored": bool(status.all(WriteStatus.STORED)),
+            "layers": layers,
+            "whole": bool(cache.has(numbers, places[:20]).all()),
+            "clean": cache.untouched(places[:20]),
+            "missing": done.missing.tolist(),
+            "bytes": done.read_bytes // namespace.object_bytes,
+            "ready": np.isfinite(done.ready_at).all().tolist(),
+            "held": Passed.held,
+            "registered": [registered, len(runtime.registered)],
+            "calls": dict(runtime.calls),
+            "way": [load.choice.mover, load.choice.cause] if load.choice else None,
+            "machine": repr(loader._mover),
+            "pages": found.pages,
+        }
+
+
+SOUND = {"stored": True, "layers": [True] * 4, "whole": True, "clean": True, "missing": [20, 21, 22], "bytes": 20, "ready": True}
+
+
+def test_pages_go_and_come_back_by_the_kernels(server: PoolProcess, folder: str) -> None:
+    seen = in_interpreter(solo, server.socket, folder, "device", {})
+    assert {name: seen[name] for name in SOUND} == SOUND
+    assert seen["held"] > 0, "the caller's stream is held, not the host"
+    assert seen["registered"] == [1, 0], "registered once, and released at the end"
+    assert seen["calls"]["register"] == seen["calls"]["unregister"] == 1
+    assert seen["way"] == ["solo", "no_group"]
+    assert "DeviceMover" in seen["machine"]
+
+
+def test_memory_that_cannot_be_registered_is_gone_around(server: PoolProcess, folder: str) -> None:
+    seen = in_interpreter(solo, server.socket, folder, "bounced", {"register": "no memory may be locked: raise ulimit -l"})
+    assert {name: seen[name] for name in SOUND} == SOUND
+    assert seen["calls"]["register"] == 1, "tried once"
+    assert seen["calls"].get("unregister", 0) == 0
+
+
+def test_without_triton_pages_go_through_a_buffer(server: PoolProcess, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "umbp.kernels.launchers", None)  # as if its import failed
+    seen = solo(server.socket, folder, "without triton", {})
+    assert {name: seen[name] for name in SOUND} == SOUND
+    assert "Bounce" in seen["machine"]
+    assert PAGES > 23

@@ -1,0 +1,47 @@
+"""What a rank on a GPU waits for in one round, and what it knows afterwards of who brought it."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from umbp.loader.copies import Taken
+from umbp.loader.deals import Parts
+from umbp.loader.runtime import Kernels
+from umbp.types import I64
+
+
+class Arrivals:
+    """A status for each owner and turn, on the device, in which a lost owner stays lost."""
+
+    def __init__(self, kernels: Kernels, parts: Parts, me: int, addresses: torch.Tensor, wanted: I64, polls: int) -> None:
+        """``addresses``: of the owners' counters, on the device; ``wanted`` (turns, owners): what each shows when its turn has come."""
+        device = addresses.device
+        self.parts = parts
+        self.me = me
+        self._kernels = kernels
+        self._polls = polls
+        self._addresses = addresses
+        self._wanted = torch.from_numpy(np.ascontiguousarray(wanted, np.int64)).to(device)
+        self.starts = torch.from_numpy(parts.starts).to(device)
+        self.status = torch.zeros(self._wanted.shape, dtype=torch.int32, device=device)
+
+    def expect(self, brings: list[bool]) -> None:
+        """Who will bring something; the others are lost from the start. Before the first wait."""
+        lost = torch.tensor([not each for each in brings], dtype=torch.int32).to(self.status.device)
+        self.status.copy_(lost.expand_as(self.status))
+
+    def wait(self, turn: int) -> None:
+        """Queue the wait for what a turn brings."""
+        if turn:
+            self.status[turn].copy_(torch.maximum(self.status[turn], self.status[turn - 1]))
+        self._kernels.wait_signal(self._addresses, self._wanted[turn], self.status[turn], polls=self._polls)
+
+    def account(self, turns: list[I64], taken: Taken) -> tuple[int, ...]:
+        """When all is done: count what came from whom; the seats that were lost. ``turns``: bytes of each owner's part in each turn."""
+        moved = np.array(turns, np.int64).reshape(-1, len(self.parts.owners))
+        status = self.status[: len(moved)].cpu().numpy().astype(bool)
+        other = np.array(self.parts.owners, np.int64) != self.me
+        taken.fallback += int(moved[status].sum())
+        taken.received += int(moved[:, other][~status[:, other]].sum())
+        return tuple(owner for owner, lost in zip(self.parts.owners, np.any(status, axis=0), strict=True) if lost)

@@ -1,0 +1,27 @@
+"""What moves pages between the pool's segment and one rank's tensors, whatever they are made of."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from umbp.loader.copies import Taken
+from umbp.loader.handles import Load
+from umbp.types import I64, U8
+
+
+class Mover(Protocol):
+    """One rank's tensors. ``data``: the segment's pages; ``offsets`` and ``slots`` (n,) int64: where each page is, and where it belongs."""
+
+    layer_bytes: list[int]
+
+    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken) -> bool:
+        """All layers of these pages into their slots, each told to the load. False if it was cancelled, late, or over before it began.
+
+        When this returns or raises, nothing of it is written any more.
+        """
+
+    def save(self, data: U8, offsets: I64, slots: I64) -> None:
+        """All layers of these pages from their slots into the segment, whole when this returns."""
+
+    def close(self) -> None:
+        """Give back what it holds. Nothing of it is under way."""
