@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import os
 import secrets
 import time
@@ -25,21 +26,23 @@ from umbp.config import PoolConfig
 from umbp.core.master import Master
 from umbp.core.objects import LIVE
 from umbp.core.pool import Pool
-from umbp.errors import Unavailable
+from umbp.errors import UmbpError, Unavailable
 from umbp.grammar import Address
 from umbp.master import protocol as say
 from umbp.master.documents import Policies, PolicyDocument
 from umbp.master.probe import Prober
 from umbp.master.rest import Choice, Handlers, OfPolicy, cluster_endpoints, event_stream, member_endpoints, member_routes
 from umbp.master.service import MasterService
+from umbp.pool.fetching import Fetching
 from umbp.pool.guide import PortGuide
 from umbp.pool.masters import Embedded, Port, Remote
 from umbp.pool.peers import Peers
 from umbp.pool.reporting import Reporter
 from umbp.pool.sources import Source
 from umbp.transport.http import HttpTransport
-from umbp.types import Tier
+from umbp.types import U8, Tier
 
+log = logging.getLogger("umbp.pool.cluster")
 FORWARD_SECONDS_MAX = 5.0
 EMBEDDED_KEYS_MIN = 1 << 16
 KERNEL_BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -93,6 +96,22 @@ class ClusterSide:
         peers = Peers(self.reporter.name, guide, {"http": HttpTransport(self.config.token)})
         self.reporter.measure = peers.take_measured
         return [peers]
+
+    def copies_by(self, fetching: Fetching) -> None:
+        """How pages are brought here that the master would have here."""
+
+        def copy(digest: bytes, keys: U8, seconds: float, request: str) -> bool:
+            state = self.pool.by_digest.get(digest)
+            if state is None or not fetching.sources:
+                return False
+            try:
+                fetching.prefetch(self.now(), state.account.row, state.account.number, keys, request=request, seconds=seconds, hold=0.0)
+            except UmbpError as error:
+                log.info("pages are not copied here as the master would have it: %s", error)
+                return False
+            return True
+
+        self.reporter.copy = copy
 
     # -- life --------------------------------------------------------------------------------------------------------------------------
 

@@ -148,18 +148,6 @@ class Fetching:
             self._more.set()
         return ticket
 
-    def copy(self, digest: bytes, keys: U8, seconds: float, request: str) -> bool:
-        """Bring pages here that the master would have here; False where that cannot be."""
-        state = self.pool.by_digest.get(digest)
-        if state is None or not self.sources:
-            return False
-        try:
-            self.prefetch(self.now(), state.account.row, state.account.number, keys, request=request, seconds=seconds, hold=0.0)
-        except UmbpError as error:
-            log.info("pages are not copied here as the master would have it: %s", error)
-            return False
-        return True
-
     async def locate(self, row: int, number: int, keys: U8) -> U8:
         """The tier that each page would come from, (n,) uint8 of `Tier`; NOWHERE. What no source answers in time is nowhere."""
         account = self.pool.find_namespace(row).account

@@ -241,7 +241,7 @@ class PoolServer:
         self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
         self.sources += self.cluster.sources()
         self.fetching = Fetching(self.pool, self.segment.data.array, self.now, self.wake, self.sources, config.fetch)
-        self.cluster.reporter.copy = self.fetching.copy
+        self.cluster.copies_by(self.fetching)
         self.shelf = PoolShelf(self.name, self.pool, self.segment, self.make_sums, self.fetching.bring)
         self.pages = PageServer(self.shelf, token=config.token, listening=self.http)
         self.owners = Owners(self, config.sessions_max)
