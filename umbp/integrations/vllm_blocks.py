@@ -122,10 +122,11 @@ def split(keys: Sequence[str]) -> list[tuple[str, I64, U8]]:
         return _split_any(keys)
     rows = np.frombuffer(text.encode(), np.uint8).reshape(-1, length)
     hashes = np.frombuffer(bytes.fromhex(rows[:, cut:].tobytes().decode()), np.uint8).reshape(-1, KEY_BYTES)
+    differ = rows[:, np.flatnonzero((rows[:, :cut] != rows[0, :cut]).any(axis=0))]  # the columns in which prefixes differ: few
     parts, left = [], np.arange(len(keys))
     while len(left):  # once for each rank and group
         first = int(left[0])
-        same = (rows[left, :cut] == rows[first, :cut]).all(axis=1)
+        same = (differ[left] == differ[first]).all(axis=1)
         indices, left = left[same], left[~same]
         parts.append((keys[first][: cut - 1], indices, hashes if len(indices) == len(keys) else hashes[indices]))
     return parts
