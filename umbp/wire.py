@@ -3,8 +3,9 @@
     frame    u32 bytes that follow | u32 bytes of header | header (JSON) | arrays, one after the other, little-endian, no padding
 
 A client opens a session on the pool's Unix socket as an HTTP upgrade (`UPGRADE_REQUEST`), then sends one request and reads one reply at
-a time; `Note` alone has no reply. Which arrays a message carries stands in its docstring; n is a number of keys, m of reserved objects.
-Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes that connection and no other.
+a time; `Note` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is a number of keys, m of
+reserved objects. Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes that connection and no
+other.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ class GetFetched(Message, frozen=True, tag="get_fetched"):
 
 
 class EndFetch(Message, frozen=True, tag="end_fetch"):
-    """This client waits for it no more; what came is not protected for it any more."""
+    """This client waits for it no more; what came is not protected for it any more. No reply."""
 
     number: Number
 

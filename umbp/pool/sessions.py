@@ -12,6 +12,7 @@ read from either).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import struct
@@ -342,8 +343,9 @@ class Session(asyncio.Protocol):
 
     def end_fetch(self, message: wire.EndFetch, blob: wire.Blob, now: float) -> bytes:
         blob.end()
-        self.server.fetching.end(self.session, message.number)
-        return wire.encode(wire.Numbers([]))
+        with contextlib.suppress(NotFound):  # it was of a session before this one, or is forgotten
+            self.server.fetching.end(self.session, message.number)
+        return b""
 
     def locate(self, message: wire.Locate, blob: wire.Blob, now: float) -> bytes:
         keys = blob.keys(message.n)
