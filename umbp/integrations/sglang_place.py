@@ -108,6 +108,7 @@ class Place:
     cp_size: int
     pp_rank: int
     pp_size: int
+    peers: int
     cpu_group: Any
 
     @classmethod
@@ -117,12 +118,14 @@ class Place:
         there = group is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank(group) if there else 0
         world = torch.distributed.get_world_size(group) if there else 1
-        return cls(rank, world, params.attn_cp_rank, params.attn_cp_size, params.pp_rank, params.pp_size, group if there else None)
+        groups = (params.tp_cache_group, params.attn_tp_cache_group, params.attn_cp_cache_group, params.pp_cache_group)
+        peers = max([torch.distributed.get_world_size(each) for each in groups if there and each is not None], default=1)
+        return cls(rank, world, params.attn_cp_rank, params.attn_cp_size, params.pp_rank, params.pp_size, peers, group if there else None)
 
     @property
     def alone(self) -> bool:
         """Whether no other rank has to take the same decisions as this one."""
-        return self.tp_size == self.cp_size == self.pp_size == 1
+        return self.tp_size == self.cp_size == self.pp_size == self.peers == 1
 
     @property
     def first(self) -> bool:

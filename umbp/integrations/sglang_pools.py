@@ -6,7 +6,7 @@ source share their slots and their keys, so all of them together are one object 
 probe for each source, and a page is there with all its parts or not at all. Such a set of pools is a *bundle*: one namespace, one loader.
 
 The groups are assembled by SGLang itself where it can (DeepSeek-V4, DSA, MLA + Mamba, SWA + Mamba), and by `plain_group` where it refuses
-what there is no reason to refuse: plain MLA, plain MHA, SWA without Mamba, MHA + Mamba.
+what there is no reason to refuse: plain MLA, plain MHA, SWA without Mamba, MHA or DSA + Mamba, DSA whose layers share indexers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
     _mamba_device_pool_entry,
     resolve_hybrid_device_pool_group,
 )
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from umbp.errors import InvalidRequest
 from umbp.layout import Layout
 from umbp.types import I64, U8
 
+REPLICATED = (MLATokenToKVPool, DSATokenToKVPool)  # every rank of the attention group has the same
 PAGE_MAJOR = ("hnd", "vectorized_5d")  # layouts of MHA buffers whose first dimension counts pages
 
 
@@ -92,7 +93,7 @@ def bundles(group: DevicePoolGroup, page_tokens: int) -> list[Bundle]:
     """The group's pools by source, KV first. Pools that are replicated and pools that are not never share an object."""
     sets: dict[tuple[Any, ...], list[DevicePoolEntry]] = {}
     for entry in group.entries:
-        replicated = group.rank_replicated or type(entry.device_pool) is MLATokenToKVPool
+        replicated = group.rank_replicated or type(entry.device_pool) in REPLICATED
         sets.setdefault((entry.indices_from_pool, replicated, entry.page_size, entry._index_mapper), []).append(entry)
     found = [_bundle(entries, *key, layers=group.num_layers, page_tokens=page_tokens) for key, entries in sets.items()]
     return sorted(found, key=lambda bundle: (bundle.source != PoolName.KV, str(bundle.source), not bundle.replicated))
@@ -132,10 +133,11 @@ def plain_group(kvcache: Any, page_size: int, params: Any) -> DevicePoolGroup | 
         draft = _entries(PoolName.DRAFT, pool, {layer: layer for layer in range(pool.layer_num)}, page_size, ())
         if draft is None or pool.page_size != page_size:
             return None
-        draft[0].indices_from_pool = PoolName.KV
+        for entry in draft:
+            entry.indices_from_pool = PoolName.KV
         parts += draft
     layers = 1 + max(layer for entry in parts for layer in entry.layer_mapping)
-    replicated = all(type(entry.device_pool) is MLATokenToKVPool for entry in parts)
+    replicated = all(type(entry.device_pool) in REPLICATED for entry in parts)
     return DevicePoolGroup(parts, layers, page_size, rank_replicated=replicated)
 
 
@@ -144,36 +146,50 @@ def _drafts(params: Any) -> tuple[Any, ...]:
 
 
 def _entries(name: PoolName, pool: Any, layers: dict[int, int], page_size: int, drafts: tuple[Any, ...]) -> list[DevicePoolEntry] | None:
-    """One entry of a plain pool; the draft pools' layer N rides with the target's layer N."""
+    """The entries of a plain pool; the draft pools' layer N rides with the target's layer N."""
     if any(type(draft) is not type(pool) for draft in drafts):
         return None
     together = (pool, *drafts)
-    mapping: dict[int, tuple[int, ...]]
-    extra: list[tuple[int, ...]]
     if type(pool) is MLATokenToKVPool:
-        buffers = [buffer for each in together for buffer in each.kv_buffer]
-        mapping = {layer: (index,) for layer, index in layers.items()}
-        extra = [(len(pool.kv_buffer) + depth,) for depth in range(len(buffers) - len(pool.kv_buffer))]
-    elif type(pool) is MHATokenToKVPool and pool.k_scale_buffer is None and pool.native_k_scale_buffer is None:
-        keys = [buffer for each in together for buffer in each.k_buffer]
-        buffers = [*keys, *(buffer for each in together for buffer in each.v_buffer)]
-        mapping = {layer: (index, len(keys) + index) for layer, index in layers.items()}
-        own = len(pool.k_buffer)
-        extra = [(own + depth, len(keys) + own + depth) for depth in range(len(keys) - own)]
-    else:
+        return _packed(name, pool, layers, page_size, [[list(each.kv_buffer)] for each in together], by_page=False)
+    if type(pool) is DSATokenToKVPool and not pool.kpool_use_compress:
+        latent = _packed(name, pool, layers, page_size, [[list(each.kv_buffer)] for each in together], by_page=False)
+        beside = PoolName.INDEXER if name == PoolName.KV else PoolName.DRAFT_INDEXER
+        indexer = _packed(beside, pool, layers, page_size, [[list(each.index_k_with_scale_buffer)] for each in together], by_page=True)
+        for entry in indexer or ():
+            entry.indices_from_pool = name
+        return None if latent is None or indexer is None else latent + indexer
+    if type(pool) is MHATokenToKVPool and pool.k_scale_buffer is None and pool.native_k_scale_buffer is None:
+        by_page = getattr(pool, "kv_cache_layout", "") in PAGE_MAJOR
+        return _packed(name, pool, layers, page_size, [[list(each.k_buffer), list(each.v_buffer)] for each in together], by_page=by_page)
+    return None
+
+
+def _packed(
+    name: PoolName, pool: Any, layers: dict[int, int], page_size: int, pools: list[list[list[torch.Tensor]]], *, by_page: bool
+) -> list[DevicePoolEntry] | None:
+    """One entry of the target's and the drafts' buffers: ``pools`` has for each pool its kinds (K and V, say), each one buffer a layer.
+
+    Buffers without rows, which stand for layers that share another's, are left out. None if there are more draft layers than the target's.
+    """
+    buffers: list[torch.Tensor] = []
+    mapping: dict[int, tuple[int, ...]] = dict.fromkeys(sorted(layers), ())
+    drafts = [(kinds, index) for kinds in pools[1:] for index in range(len(kinds[0]))]
+    if len(drafts) > len(mapping):
         return None
-    if len(extra) > len(mapping):
-        return None
-    for layer, more in zip(sorted(mapping), extra, strict=False):
-        mapping[layer] += more
-    by_page = getattr(pool, "kv_cache_layout", "") in PAGE_MAJOR
+    rides = [(layer, pools[0], layers[layer]) for layer in mapping]
+    rides += [(layer, kinds, index) for layer, (kinds, index) in zip(mapping, drafts, strict=False)]
+    for layer, kinds, index in rides:
+        live = [kind[index] for kind in kinds if kind[index].shape[0]]
+        mapping[layer] += tuple(range(len(buffers), len(buffers) + len(live)))
+        buffers += live
     return [
         DevicePoolEntry(
             name=name,
             indices_from_pool=name,
             device_pool=pool,
             components=[buffers],
-            layer_mapping=mapping,
+            layer_mapping={layer: where for layer, where in mapping.items() if where},
             page_size=page_size,
             rows_are_pages=by_page,
         )

@@ -188,6 +188,39 @@ class Dsa(Model):
         return [*((buffer, self.page) for buffer in kvcache.kv_buffer), *((buffer, 1) for buffer in kvcache.index_k_with_scale_buffer)]
 
 
+class DsaShared(Dsa):
+    """Layers 1 and 3 choose their tokens as the layer before does, and have no indexer of their own."""
+
+    layers = 4
+
+    def pool(self) -> Any:
+        return memory_pool.DSATokenToKVPool(
+            size=self.pages * self.page,
+            page_size=self.page,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            layer_num=self.layers,
+            index_head_dim=128,
+            kv_cache_dim=24,
+            skip_topk_layers=[False, True, False, True],
+            **COMMON,
+        )
+
+    def buffers(self, kvcache: Any) -> Buffers:
+        return [each for each in super().buffers(kvcache) if each[0].shape[0]]
+
+
+class MhaDraft(Mha):
+    """With a draft pool that shares the slots, stored beside."""
+
+    def params(self, **more: Any) -> CacheInitParams:
+        self.draft = self.pool()
+        return super().params(sidecar_draft_device_pools=(self.draft,), **more)
+
+    def buffers(self, kvcache: Any) -> Buffers:
+        return [*super().buffers(kvcache), *super().buffers(self.draft)]
+
+
 class Swa(Model):
     """Every second layer attends to a window only."""
 
@@ -423,6 +456,8 @@ MODELS: dict[str, Callable[[int], Model]] = {
     "mla+draft": MlaDraft,
     "mha": Mha,
     "dsa": Dsa,
+    "dsa+shared": DsaShared,
+    "mha+draft": MhaDraft,
     "swa": Swa,
     "mla+mamba": Hybrid,
     "mha+mamba": HybridMha,

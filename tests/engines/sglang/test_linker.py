@@ -14,7 +14,7 @@ from tests.pools import PoolProcess
 from umbp.errors import InvalidRequest, Unavailable
 from umbp.loader.copies import Copies
 
-KINDS = ["mla", "mla+draft", "dsa", "mha", "swa", "mla+mamba", "mha+mamba", "swa+mamba", "deepseek_v4"]
+KINDS = ["mla", "mla+draft", "dsa", "dsa+shared", "mha", "mha+draft", "swa", "mla+mamba", "mha+mamba", "swa+mamba", "deepseek_v4"]
 CORES = ["python", "rust"]
 
 
