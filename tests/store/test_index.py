@@ -279,3 +279,15 @@ def test_rebuild_repairs_what_a_crash_between_two_stores_left(damage: str) -> No
     assert table.rebuild(live).all()
     table.check()
     assert [entry for entry in lookup(table, list(range(1, 41))) if entry >= 0] == live.tolist()
+
+
+def test_one_key_is_found_alike_with_and_without_arrays() -> None:
+    table = make(64)
+    keys = list(range(1, 33))
+    assert insert(table, list(range(32)), keys) == [True] * 32
+    table.unpublish(np.array([3, 4]))
+    table.write_reserved(np.array([3]), words_of([4]), PLACE, np.array([768]), 1)
+    assert table.enter(np.array([3])).all()
+    rows = words_of(range(1, 65)).view(np.uint8).reshape(-1, 32)
+    assert [table.has(row, NUMBER, PLACE) for row in rows] == table.find(words_of(range(1, 65)), NUMBER, PLACE).hit.tolist()
+    assert not table.has(rows[0], NUMBER + 1, PLACE)

@@ -64,12 +64,10 @@ class Operations:
 
     def look(self, keys: U8) -> Look | None:
         """Probe the index. None if there is no pool to ask."""
-        bond = self.link.bond_or_none()
-        if bond is None:
+        current = self._current_or_none()
+        if current is None:
             return None
-        number = self.link.number_of(bond, self.opened)
-        if not number:
-            return None
+        bond, number = current
         return Look(bond, number, bond.index.find(key_words(keys), number, place_word(number, self.object_bytes)))
 
     def lookup(self, keys: Any, session: str) -> Mask:
@@ -270,15 +268,19 @@ class Operations:
     def _put_chunk(self, keys: U8, items: I64, fill: Fill, parent: bytes, status: U8) -> Operation[None]:
         """Store these ``keys``, the caller's ``items``; ``status`` is theirs."""
         # A put of pages that are all stored makes no call. Where the first is new most are: to ask for all then costs more than it saves.
-        look = self.look(keys[:1])
-        if look is not None and look.found.hit[0]:
+        current = self._current_or_none()
+        if current is None:
+            return
+        bond, number = current
+        if bond.index.has(keys[0], number, place_word(number, self.object_bytes)):
             look = self.look(keys)
-        if look is None:
-            return
-        if len(look.found.hit) == len(keys) and look.found.hit.all():
-            status[:] = WriteStatus.EXISTS.value
-            return
-        status[:] = yield from self._write(look.bond, look.number, keys, items, fill, parent)
+            if look is None:
+                return
+            if look.found.hit.all():
+                status[:] = WriteStatus.EXISTS.value
+                return
+            bond, number = look.bond, look.number
+        status[:] = yield from self._write(bond, number, keys, items, fill, parent)
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
         while WriteStatus.PENDING.value in status.tobytes():
@@ -364,6 +366,12 @@ class Operations:
         if not isinstance(number, int) or not 0 <= number < 1 << 63:
             raise InvalidRequest(f"{number!r} is not the number of a pin", field="number", example="what pin() returned")
         yield self.link.bond_now().call(wire.Unpin(number))
+
+    def _current_or_none(self) -> tuple[Bond, int] | None:
+        """The bond of the moment and the namespace's number under it. None if there is no pool, or the row is another's now."""
+        bond = self.link.bond_or_none()
+        number = self.link.number_of(bond, self.opened) if bond is not None else 0
+        return (bond, number) if bond is not None and number else None
 
     def current(self) -> tuple[Bond, int]:
         """The bond of the moment and the namespace's number under it. Unavailable if there is no pool."""

@@ -29,6 +29,8 @@ says so at its start, and readers there should verify checksums.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -37,6 +39,7 @@ import numpy as np
 
 from umbp.types import I64, KEY_BYTES, U8, U64, Mask
 
+KEY = struct.Struct("<4Q")
 ENTRY_WORDS = 8
 BUCKET_SLOTS = 8
 W_PLACE, W_OFFSET, W_SUM, W_VERSION = 4, 5, 6, 7
@@ -86,7 +89,7 @@ def _multipliers(seed: int) -> tuple[U64, list[int]]:
     return np.array(numbers[:4], np.uint64), numbers
 
 
-def _hash_one(words: list[int], number: int, seed: int) -> int:
+def _hash_one(words: Sequence[int], number: int, seed: int) -> int:
     """What `hashes` gives, for one key: arrays of one cost ten times as much."""
     m0, m1, m2, m3, m4 = _multipliers(seed)[1]
     h = words[0] * m0 + words[1] * m1 + words[2] * m2 + words[3] * m3 + number * m4 & _ALL
@@ -162,6 +165,11 @@ class IndexReader:
             hit[again], ids[again], rows[again] = self._decided(words[again], place, hashed[again])
         return Found(hit, ids, rows)
 
+    def has(self, key: U8, number: int, place: np.uint64) -> bool:
+        """Whether one key, (32,) uint8, is there; a quarter of the time of `find`. A hint: what moves meanwhile may be overlooked."""
+        words = KEY.unpack(key.data)
+        return self._find_one([*words, int(place)], _hash_one(words, number, int(self.seed)))[0] is not None
+
     def versions_of(self, ids: I64) -> U64:
         """Current versions of entries, (n,) uint64."""
         return self._flat.take(ids * ENTRY_WORDS + W_VERSION, mode="clip")
@@ -234,20 +242,20 @@ class IndexReader:
 
     def _settle(self, words: U64, place: np.uint64, hashed: U64, hit: Mask, ids: I64, rows: U64, which: I64) -> None:
         """Look at keys one by one: those that a pass could not decide, and those of a small call."""
-        mask = len(self.buckets) - 1
         for item, key, h in zip(which.tolist(), words[which].tolist(), hashed[which].tolist(), strict=True):
-            where = h & mask, h & mask ^ (((h >> 32) * _SECOND_INT & _ALL) >> 17 | 1) & mask  # as `second_bucket`, for one
             for _ in range(RETRIES_MAX):
-                found, changed = self._find_one([*key, int(place)], where, h >> 32)
+                found, changed = self._find_one([*key, int(place)], h)
                 if found is not None:
                     hit[item], ids[item], rows[item] = True, found[0], found[1]
                 if found is not None or not changed:
                     break
 
-    def _find_one(self, key: list[int], where: tuple[int, int], tag: int) -> tuple[tuple[int, U64] | None, bool]:
+    def _find_one(self, key: list[int], hashed: int) -> tuple[tuple[int, U64] | None, bool]:
         """(entry id and row, if it is there; whether something changed under the reader) of one key and its place word."""
         changed = False
-        for bucket in where:
+        mask, tag = len(self.buckets) - 1, hashed >> 32
+        first = hashed & mask
+        for bucket in (first, first ^ ((tag * _SECOND_INT & _ALL) >> 17 | 1) & mask):  # as `second_bucket`, for one
             for slot in self.buckets[bucket].tolist():
                 if slot >> 32 != tag or not slot:
                     continue
