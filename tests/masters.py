@@ -21,7 +21,7 @@ from typing import Any
 from tests.pools import PoolProcess
 
 HEARTBEAT = 0.25
-TIMING = ("--heartbeat", f"{HEARTBEAT}s", "--suspect-after", "1.5s", "--dead-after", "3s")
+TIMING = ("--heartbeat", f"{HEARTBEAT}s", "--suspect-after", "1.2s", "--dead-after", "2.4s")
 UNTIL_SECONDS_MAX = 20.0
 
 

@@ -200,11 +200,11 @@ class ClusterSide:
 
 
 def _place(config: PoolConfig) -> str:
-    """One text for all lives of one pool on one machine: kernel, file system of the segment, name. Two live pools cannot share it."""
+    """One text for all lives of one pool on one machine: kernel, folder of the segment, name. Two live pools cannot share it."""
     try:
         with open(KERNEL_BOOT_ID) as file:
             kernel = file.read(64).strip()
-        device = os.stat(config.shm_dir).st_dev
+        folder = os.stat(config.shm_dir)
     except OSError:  # no such place: then every life is at another one, and the master waits for the old one's silence
         return secrets.token_hex(8)
-    return f"{kernel}:{device}:{config.name}"
+    return f"{kernel}:{folder.st_dev}:{folder.st_ino}:{config.name}"

@@ -1,0 +1,372 @@
+"""Bad days with real processes: local service goes on, and all is as before by itself in the time that the modules' heads say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import umbp
+from tests.master.test_cluster import IDENTITY, PAGE, put
+from tests.masters import HEARTBEAT, MasterProcess, call, free_port, until
+from tests.pools import PoolProcess
+from umbp.grammar import parse_address
+from umbp.layout import Namespace
+from umbp.master import protocol as say
+from umbp.master.service import Told
+from umbp.pool.masters import Remote
+
+DEAD_AFTER = 2.4
+
+
+@pytest.fixture(scope="module")
+def master() -> Iterator[MasterProcess]:
+    with MasterProcess() as process:
+        yield process
+
+
+class Load(threading.Thread):
+    """An engine at work on one pool: puts and gets that must all go well, whatever happens to the master."""
+
+    def __init__(self, pool: PoolProcess) -> None:
+        super().__init__(daemon=True)
+        self._client = umbp.connect(pool.socket)
+        self._space = self._client.namespace(**IDENTITY)
+        self._over = threading.Event()
+        self.rounds = 0
+        self.slowest = 0.0
+        self.faults: list[str] = []
+
+    def run(self) -> None:
+        number = 5000
+        while not self._over.is_set():
+            began = time.monotonic()
+            number += 1
+            keys = umbp.page_keys(np.full(16, number, np.uint32), page_tokens=16)
+            out = bytearray(PAGE)
+            status = self._space.put(keys, [bytes([number % 256]) * PAGE])
+            got = self._space.get(keys, [out])
+            if status.refused.any() or not got.all(umbp.ReadStatus.HIT) or bytes(out) != bytes([number % 256]) * PAGE:
+                self.faults.append(f"{status} {got}")
+            self.rounds += 1
+            self.slowest = max(self.slowest, time.monotonic() - began)
+            self._over.wait(0.005)
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join(10.0)
+        self._client.close()
+
+
+def test_a_master_killed_and_restarted_under_load_knows_all_again(master: MasterProcess) -> None:
+    with master.pool() as a, master.pool() as b:
+        master.synced(a, b)
+        load = Load(a)
+        load.start()
+        keys = put(b, 1, 2, 3)
+        for _ in range(2):
+            master.kill()
+            rounds = load.rounds
+            until(lambda rounds=rounds: load.rounds > rounds + 20)  # without a master the pool serves its own
+            master.start()
+            master.synced(a, b)
+            until(lambda: master.locations(bytes(keys[0])) == {(b.name, "dram")})
+        load.stop()
+        assert not load.faults
+        (node,) = [node for node in master.get("/v1/nodes")["nodes"] if node["id"] == a.name]
+        stored = call(a.http + "/v1/status")["keys"]
+        until(lambda: master.nodes()[a.name]["tiers"][0]["keys"] == stored)
+        assert node["state"] in ("alive", "suspect")
+
+
+def test_a_frozen_master_delays_nobody_and_expires_nobody_when_it_goes_on(master: MasterProcess) -> None:
+    with master.pool() as a:
+        master.synced(a)
+        keys = put(a, 1)
+        load = Load(a)
+        load.start()
+        registered = a.log().count("member of the cluster")
+        master.signal(signal.SIGSTOP)
+        time.sleep(DEAD_AFTER + 1.0)  # all silent for longer than the dead are
+        rounds = load.rounds
+        assert rounds > 20
+        master.signal(signal.SIGCONT)
+        until(lambda: master.states()[a.name] == "alive")
+        load.stop()
+        assert not load.faults
+        assert load.slowest < 2.0  # no call waits for the master
+        assert a.log().count("member of the cluster") == registered
+        assert master.locations(bytes(keys[0])) == {(a.name, "dram")}
+
+
+def test_a_frozen_pool_is_expired_and_comes_back_by_itself_with_its_keys(master: MasterProcess) -> None:
+    with master.pool() as a, master.pool() as b:
+        master.synced(a, b)
+        keys = put(a, 1, 2)
+        until(lambda: master.locations(bytes(keys[1])))
+        a.signal(signal.SIGSTOP)
+        until(lambda: master.states()[a.name] == "dead")
+        assert not master.locations(bytes(keys[1]))
+        client = umbp.connect(b.socket)
+        began = time.monotonic()
+        status = client.namespace(**IDENTITY).get(keys, [bytearray(PAGE) for _ in keys], deadline=2.0)
+        assert time.monotonic() - began < 4.0
+        assert not status.where(umbp.ReadStatus.HIT).any()
+        client.close()
+        a.signal(signal.SIGCONT)
+        until(lambda: master.locations(bytes(keys[1])) == {(a.name, "dram")})
+        assert master.states()[a.name] == "alive"
+
+
+def test_an_idle_pool_and_a_busy_one_are_never_expired(master: MasterProcess) -> None:
+    with master.pool() as a, master.pool("--checksum", "put", dram="64MiB") as b:
+        master.synced(a, b)
+        big = {**IDENTITY, "layout": umbp.Layout.opaque(1 << 20)}
+        client = umbp.connect(b.socket)
+        space = client.namespace(**big)
+        over = time.monotonic() + 1.3 * DEAD_AFTER
+        number = 0
+        while time.monotonic() < over:  # evictions and checksums all the time
+            number += 1
+            space.put(umbp.page_keys(np.full(16 * 8, number, np.uint32), page_tokens=16), [bytes(1 << 20)] * 8)
+        client.close()
+        for pool in (a, b):
+            assert f"{pool.name} dead" not in master.log()
+            assert master.states()[pool.name] == "alive"
+
+
+def test_a_pool_that_restarts_faster_than_a_heartbeat_is_known_with_what_it_has_now(master: MasterProcess) -> None:
+    with master.pool() as a:
+        master.synced(a)
+        keys = put(a, 1, 2)
+        until(lambda: master.locations(bytes(keys[1])))
+        boot = master.nodes()[a.name]["boot"]
+        a.restart()
+        until(lambda: master.nodes()[a.name]["boot"] != boot)
+        until(lambda: master.locations(bytes(keys[1])) == {(a.name, "dram")})  # the segment outlived it
+        a.kill()
+        for segment in a.shm_dir.glob("*"):
+            segment.unlink()
+        a.start()
+        master.synced(a)
+        assert not master.locations(bytes(keys[1]))
+
+
+def test_a_pool_that_is_killed_is_gone_in_time_and_its_address_is_nobody_s(master: MasterProcess) -> None:
+    with master.pool() as a:
+        master.synced(a)
+        keys = put(a, 1)
+        until(lambda: master.locations(bytes(keys[0])))
+        a.kill()
+        until(lambda: master.states()[a.name] == "dead", seconds=DEAD_AFTER + 5.0)
+        assert not master.locations(bytes(keys[0]))
+    with master.pool() as b:
+        master.synced(b)
+        assert b.stop() == 0
+        assert master.states()[b.name] == "dead"  # a clean stop is said, not waited for
+
+
+def test_a_wrong_address_is_found_out_and_not_used(master: MasterProcess) -> None:
+    with (
+        master.pool() as right,
+        master.pool("--advertise", f"127.0.0.1:{free_port()}") as nowhere,
+        master.pool("--advertise", right.http.removeprefix("http://")) as somebody,
+    ):
+        master.synced(right)
+        until(lambda: "cannot be reached" in master.nodes()[nowhere.name]["why"])
+        until(lambda: "somebody else" in master.nodes()[somebody.name]["why"])
+        keys = put(nowhere, 1)
+        until(lambda: master.locations(bytes(keys[0])))
+        client = umbp.connect(right.socket)
+        began = time.monotonic()
+        status = client.namespace(**IDENTITY).get(keys, [bytearray(PAGE)], deadline=2.0)
+        assert status[0] == umbp.ReadStatus.MISS
+        assert time.monotonic() - began < 1.5
+        client.close()
+        until(lambda: any("not used as a source" in line for line in call(nowhere.http + "/readyz")["warnings"]))
+
+
+def test_two_nodes_of_one_name_do_not_take_each_other_s_place(master: MasterProcess) -> None:
+    with master.pool() as first:
+        master.synced(first)
+        keys = put(first, 1)
+        until(lambda: master.locations(bytes(keys[0])))
+        boot = master.nodes()[first.name]["boot"]
+        with master.pool("--name", first.name) as second:  # on the same machine: the folder of its segment makes it another place
+            second.command[second.command.index("--shm-dir") + 1] = str(second.shm_dir)
+            until(lambda: "alive" in " ".join(call(second.http + "/readyz")["warnings"]))
+            put(second, 2)  # it serves its own clients all the same
+            time.sleep(4 * HEARTBEAT)
+            assert master.nodes()[first.name]["boot"] == boot
+            assert master.locations(bytes(keys[0])) == {(first.name, "dram")}
+            first.kill()
+            until(lambda: master.nodes()[first.name]["boot"] == second.ready["boot"])
+
+
+def test_a_node_with_very_many_keys_expires_without_anybody_waiting() -> None:
+    with MasterProcess("--keys-max", "400000") as master, master.pool() as a:
+        master.synced(a)
+        keys = put(a, 1)
+        giant = Giant(master, 200_000)
+        until(lambda: master.get("/v1/cluster")["keys"] == 200_001)
+        namespace = a_namespace()
+        slowest, dead = 0.0, False
+        while not dead or master.get("/v1/cluster")["keys"] > 1:
+            began = time.monotonic()
+            answer = master.post("/v1/route", {"namespace": namespace, "keys": [bytes(keys[0]).hex()], "requester": a.name, "count": False})
+            slowest = max(slowest, time.monotonic() - began)
+            assert answer["held"] == 1
+            dead = dead or master.states().get(giant.name) == "dead"
+            assert time.monotonic() - giant.began < 60.0
+        assert slowest < 1.0
+
+
+def test_another_master_is_found_when_the_first_one_is_gone() -> None:
+    with MasterProcess() as one, MasterProcess() as two:
+        urls = f"{one.http},{two.http}"
+        with PoolProcess("--master", urls, dram="16MiB") as a:
+            one.synced(a)
+            keys = put(a, 1)
+            one.kill()
+            two.synced(a)
+            until(lambda: two.locations(bytes(keys[0])) == {(a.name, "dram")})
+
+
+def test_ipv6_from_end_to_end() -> None:
+    here = ("--http", "[::1]:0")
+    with MasterProcess("--http", f"[::1]:{free_port()}") as master, master.pool(*here) as a, master.pool(*here) as b:
+        assert master.http.startswith("http://[::1]:")
+        master.synced(a, b)
+        keys = put(a, 1)
+        until(lambda: master.locations(bytes(keys[0])))
+        client = umbp.connect(b.socket)
+        out = bytearray(PAGE)
+        assert client.namespace(**IDENTITY).get(keys, [out], deadline=5.0).all(umbp.ReadStatus.HIT)
+        assert bytes(out) == bytes([1]) * PAGE
+        client.close()
+
+
+def test_a_pool_that_can_be_heard_but_not_answered_is_expired_and_comes_back() -> None:
+    """The pool is in a network namespace; what is sent to it is dropped, what it sends arrives."""
+    with Wire() as wire, MasterProcess("--http", f"{wire.here}:{free_port()}", "--token", "t") as master:
+        a = PoolProcess("--master", master.http, "--http", f"{wire.there}:0", "--token", "t", dram="16MiB")
+        a.command = [*wire.enter, *a.command]
+        with a:
+            until(lambda: wire.nodes(master)[a.name]["source"])
+            keys = put(a, 1)
+            wire.cut()
+            until(lambda: wire.nodes(master)[a.name]["state"] == "dead")
+            assert call_local(a, keys)  # its own clients do not notice
+            wire.mend()
+            until(lambda: wire.nodes(master)[a.name]["state"] == "alive")
+            until(lambda: wire.nodes(master)[a.name]["source"])
+
+
+def test_clocks_that_differ_do_no_harm(master: MasterProcess) -> None:
+    """The pool runs in a time namespace, two days ahead of the master."""
+    ahead = [shutil.which("unshare") or "unshare", "--time", "--monotonic", "172800", "--boottime", "172800"]
+    if not shutil.which("unshare") or subprocess.run([*ahead, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no time namespaces here: unshare --time is refused")
+    with master.pool() as a:
+        master.synced(a)
+        a.kill()
+        a.command = [*ahead, *a.command]
+        a.start()
+        master.synced(a)
+        keys = put(a, 1)
+        until(lambda: master.locations(bytes(keys[0])))
+        time.sleep(1.3 * DEAD_AFTER)
+        assert master.states()[a.name] == "alive"
+
+
+def call_local(pool: PoolProcess, keys: np.ndarray) -> bool:
+    """Whether a client of this pool gets these pages."""
+    client = umbp.connect(pool.socket)
+    try:
+        return client.namespace(**IDENTITY).get(keys, [bytearray(PAGE) for _ in keys]).all(umbp.ReadStatus.HIT)
+    finally:
+        client.close()
+
+
+class Wire:
+    """A network namespace and a cable to it, cut in one direction by a route that drops what is sent there."""
+
+    here, there = "10.231.77.1", "10.231.77.2"
+
+    def __enter__(self) -> Wire:
+        self.name = f"umbp{os.getpid()}"
+        steps = [
+            f"ip netns add {self.name}",
+            f"ip link add {self.name}a type veth peer name {self.name}b",
+            f"ip link set {self.name}b netns {self.name}",
+            f"ip addr add {self.here}/30 dev {self.name}a",
+            f"ip link set {self.name}a up",
+            f"ip netns exec {self.name} ip addr add {self.there}/30 dev {self.name}b",
+            f"ip netns exec {self.name} ip link set {self.name}b up",
+            f"ip netns exec {self.name} ip link set lo up",
+        ]
+        if not shutil.which("ip") or any(self._run(step) for step in steps):
+            self.__exit__()
+            pytest.skip("no network namespaces here: ip netns is refused")
+        self.enter = [str(shutil.which("ip")), "netns", "exec", self.name]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if shutil.which("ip"):
+            self.mend()
+            self._run(f"ip link del {self.name}a")
+            self._run(f"ip netns del {self.name}")
+
+    def cut(self) -> None:
+        assert not self._run(f"ip route add blackhole {self.there}/32")
+
+    def mend(self) -> None:
+        self._run(f"ip route del blackhole {self.there}/32")
+
+    def nodes(self, master: MasterProcess) -> dict[str, Any]:
+        request = urllib.request.Request(master.http + "/v1/nodes", headers={"Authorization": "Bearer t"})
+        with urllib.request.urlopen(request, timeout=5.0) as answer:
+            return {node["id"]: node for node in json.loads(answer.read())["nodes"]}
+
+    @staticmethod
+    def _run(step: str) -> int:
+        return subprocess.run(step.split(), capture_output=True, check=False, timeout=10).returncode
+
+
+def a_namespace() -> str:
+    return Namespace(**IDENTITY).digest().hex()
+
+
+class Giant:
+    """A node with very many keys that says so once and is never heard of again."""
+
+    name = "giant"
+
+    def __init__(self, master: MasterProcess, count: int) -> None:
+        async def speak() -> None:
+            port = Remote(parse_address(master.http), "")
+            try:
+                joined = await port.join(say.Join(node=self.name, boot=1, place="p", addresses={}, tiers=[]), 5.0)
+                words = np.random.default_rng(1).integers(1, 1 << 63, (count, 4), dtype=np.uint64)
+                for index, start in enumerate(range(0, count, say.KEYS_MAX)):
+                    part = words[start : start + say.KEYS_MAX]
+                    ones = np.ones(len(part), np.uint8)
+                    told = Told(part, ones * 2, ones, [(b"\3" * 32, PAGE, len(part))])
+                    last = start + say.KEYS_MAX >= count
+                    await port.tell_piece(self.name, joined.registration, 1, index, told, 5.0, bundle=0, last=last)
+            finally:
+                await port.close()
+
+        asyncio.run(speak())
+        self.began = time.monotonic()
