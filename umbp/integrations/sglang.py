@@ -9,16 +9,17 @@ SGLang's radix tree calls a linker from its scheduler, one per worker process. N
 
 *Lookup* is one probe of the shared index for each bundle of pools (`umbp.integrations.sglang_pools`), in this process, without a call. KV
 must be there from the first page on; windows and states only where a prefix ends. So the answer is a set of lengths: a length counts if all
-of it can be restored. SGLang takes the longest that all ranks have.
+of it can be restored. SGLang takes the longest that all ranks have. What is on the SSD or on another node is sent for when a request asks
+first, without waiting, and is found when it asks again: SGLang looks waiting requests up in every step.
 
 *Load* of an admitted request leases its pages in one call, before the engine relies on them. From then on none of them can be evicted. If
 one is gone already, a worker alone says no, and the engine computes the prompt as if it had never been found. Ranks of a group cannot say
 no one by one (they would disagree, and hang): there the load goes on and is reported as failed, as below.
 
 *Start* hands all requests of a batch to the loaders, one load a bundle, at most: a key that two requests want goes in a second load. The
-forward waits layer by layer, where SGLang's pools ask for it (`LayerLoads.wait_until`): for the bytes on a CPU, by its stream on a GPU. In
-a group each page is read from the segment by one rank; ranks need not agree on anything first, and a batch without loads is no event at
-all.
+forward waits layer by layer, where SGLang's pools ask for it (`umbp.integrations.sglang_loads`): for the bytes on a CPU, by its stream on a
+GPU. In a group each page is read from the segment by one rank; ranks need not agree on anything first, and a batch without loads is no
+event at all.
 
 *Finish* waits until nothing writes to any slot of the batch, and says whether every page arrived. If not, SGLang ends the requests of that
 batch with a 503, and nothing of them enters the tree: what can still get there is a pool that dies during a load, or a deadline.
@@ -39,12 +40,14 @@ from typing import Any
 import numpy as np
 
 from umbp.client import Lease, Namespace, connect
+from umbp.errors import UmbpError
 from umbp.integrations import versions
 from umbp.integrations.kv_events import Publisher, Residents
 from umbp.integrations.windows import windows_that_are_whole
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader import Load, Loader
 from umbp.types import I64, U8, Mask
+from umbp.wire import LARGE_BATCH_MAX
 
 KNOWN = ("0.5.23",)
 METHODS = frozenset(
@@ -66,6 +69,7 @@ try:
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
     from sglang.srt.utils import get_device_module
 
+    from umbp.integrations.sglang_loads import LayerLoads, distinct, never
     from umbp.integrations.sglang_offloads import Node, OffloadQueue, Part
     from umbp.integrations.sglang_place import Place, Settings, data_parallel_rank, open_namespace
     from umbp.integrations.sglang_pools import Bundle, bundles, device_group, keys_of
@@ -76,7 +80,8 @@ if unmet := UnifiedCacheLinker.__abstractmethods__ - METHODS:
 
 log = logging.getLogger("umbp.integrations.sglang")
 PROMPTS_REMEMBERED_MAX = 64  # whose pages' order is known to offloads: they follow within a few steps
-REQUESTS_REMEMBERED_MAX = 4096  # whose key lists were noted: SGLang looks a waiting request up again in every step
+REQUESTS_REMEMBERED_MAX = 4096  # that have asked before: SGLang looks a waiting request up again in every step
+PREFETCHES_MAX = 64  # that wait to be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,42 +99,6 @@ class Wanted:
 
     parts: dict[int, tuple[U8, I64]]
     leases: list[Lease] = field(default_factory=list)
-
-
-class LayerLoads:
-    """The loads of each batch, as what SGLang's pools wait on: it stands where SGLang's own layer counter would."""
-
-    def __init__(self, num_layers: int) -> None:
-        self.num_layers = num_layers
-        self.producer_index = -1
-        self.consumer_index = -1
-        self._batches: dict[int, list[Load]] = {}
-
-    def begin(self, loads: list[Load]) -> int:
-        """A new batch's number."""
-        self.producer_index += 1
-        self._batches[self.producer_index] = loads
-        return self.producer_index
-
-    def set_consumer(self, index: int) -> None:
-        """The forward that comes next is this batch's."""
-        self.consumer_index = index
-
-    def wait_until(self, layer: int) -> None:
-        """Before the forward reads this layer. A layer that will not come does not raise: `end` tells."""
-        for load in self._batches.get(self.consumer_index, ()):
-            load.wait(min(layer, load.layers - 1))
-
-    def end(self, index: int) -> list[Load]:
-        """The batch's loads; it is forgotten."""
-        return self._batches.pop(index, [])
-
-    def reset(self) -> list[Load]:
-        """All loads that were not ended; back to the start."""
-        loads = [load for batch in self._batches.values() for load in batch]
-        self._batches.clear()
-        self.producer_index = self.consumer_index = -1
-        return loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +140,9 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 small = bundle.source != PoolName.KV  # windows and states are a few pages: they are read alone
                 staging = min(settings.staging_bytes, 8 << 20) if small else settings.staging_bytes
                 group = place.group(name, near, settings, staging) if bundle.replicated and settings.group else None
-                loader = Loader(namespace, bundle.tensors, group, copy_threads=settings.copy_threads)
+                loader = Loader(
+                    namespace, bundle.tensors, group, copy_threads=int(settings.copy_threads) if settings.copy_threads else None
+                )
                 self.shelves.append(Shelf(bundle, namespace, loader))
         except BaseException:
             self._close_shelves()
@@ -180,8 +151,10 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._queued: dict[str, Wanted] = {}
         self._started: dict[int, list[Wanted]] = {}
-        self._noted: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[str, None] = OrderedDict()
         self._errands = ThreadPoolExecutor(1, thread_name_prefix="umbp-lease")
+        self._prefetches = ThreadPoolExecutor(1, thread_name_prefix="umbp-prefetch")
+        self._sent_for = 0
         self._asked: deque[U8] = deque(maxlen=PROMPTS_REMEMBERED_MAX)
         loaders = [shelf.loader for shelf in self.shelves]
         self._offloads = OffloadQueue(loaders, self._was_stored, self._before, f"umbp-offload-tp{place.tp_rank}")
@@ -213,6 +186,8 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if kv is None or not kv.keys:
             return []
         keys = keys_of(kv.keys)
+        if rid not in self._known:
+            self._hear_of(rid, keys, by_source)
         self._count["lookups"] += 1
         self._count["pages_asked"] += len(keys)
         pages, ends = len(keys), None
@@ -220,7 +195,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
             transfer = by_source.get(shelf.bundle.source)
             if transfer is None:
                 return []
-            hit = self._stored(shelf, keys if shelf.bundle.source == PoolName.KV else keys[:pages], rid)
+            hit = self._stored(shelf, keys if shelf.bundle.source == PoolName.KV else keys[:pages])
             if shelf.bundle.source == PoolName.KV:
                 pages = min(pages, len(hit) if hit.all() else int(hit.argmin()))
             else:
@@ -234,16 +209,41 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
             self._residents.there(keys[: found[-1]])
         return found
 
-    def _stored(self, shelf: Shelf, keys: U8, rid: str) -> Mask:
-        """Which pages are there. The first time that a request asks, its keys go to the access history."""
-        if rid not in self._noted and shelf.bundle.source == PoolName.KV:
-            self._noted[rid] = None
-            self._asked.append(keys)
-            while len(self._noted) > REQUESTS_REMEMBERED_MAX:
-                self._noted.popitem(last=False)
-            return shelf.namespace.lookup(keys)
+    def _stored(self, shelf: Shelf, keys: U8) -> Mask:
+        """Which pages are there, in this node's memory."""
         look = shelf.namespace.operations.look(keys)
         return np.zeros(len(keys), bool) if look is None else look.found.hit
+
+    def _hear_of(self, rid: str, keys: U8, by_source: dict[PoolName, PoolTransfer]) -> None:
+        """The first time that a request asks: its keys go to the access history, and what is elsewhere is sent for."""
+        self._known[rid] = None
+        while len(self._known) > REQUESTS_REMEMBERED_MAX:
+            self._known.popitem(last=False)
+        self._asked.append(keys)
+        for shelf in self.shelves:
+            if shelf.bundle.source == PoolName.KV:
+                found = shelf.namespace.lookup(keys)
+            elif shelf.bundle.source in by_source:
+                keys = keys[-len(by_source[shelf.bundle.source].keys or ()) :]
+                found = self._stored(shelf, keys)
+            else:
+                continue
+            if self.settings.prefetch and not found.all() and shelf.namespace.operations.may_fetch:
+                self._send_for(shelf, keys[~found][:LARGE_BATCH_MAX])
+
+    def _send_for(self, shelf: Shelf, keys: U8) -> None:
+        """Have these pages brought from the SSD or another node, for a later lookup of a request that waits. Not where too many wait."""
+        if self._sent_for < PREFETCHES_MAX:
+            self._sent_for += 1
+            self._prefetches.submit(self._prefetch, shelf, keys)
+
+    def _prefetch(self, shelf: Shelf, keys: U8) -> None:
+        try:
+            shelf.namespace.prefetch(keys, hold=self.settings.hold_seconds)
+        except UmbpError as error:
+            log.debug("pages could not be sent for: %s", error)
+        finally:
+            self._sent_for -= 1
 
     # -- loads -------------------------------------------------------------------------------------------------------------------------
 
@@ -435,6 +435,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """`reset`, and let go of the pool."""
         self.reset()
         self._offloads.close()
+        self._prefetches.shutdown(wait=True, cancel_futures=True)
         self._errands.shutdown(wait=True)
         if self._residents is not None:
             self._residents.close()
@@ -445,26 +446,6 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for shelf in self.shelves:
             shelf.loader.close()
         self._pool.close()
-
-
-def distinct(keys: U8) -> list[I64]:
-    """Indices of keys such that each part has each key once: the first part all distinct keys, the next the second ones, and so on."""
-    words = np.ascontiguousarray(keys).view(np.uint64)[:, 0]  # of a digest, so that two keys of one word are as likely as a broken sha256
-    left: I64 = np.arange(len(keys))
-    parts = []
-    while len(left):
-        _, first = np.unique(words[left], return_index=True)
-        first.sort()
-        parts.append(left[first])
-        left = np.delete(left, first)
-    return parts
-
-
-def never(reason: str) -> Load:
-    """A load of one page that has failed already."""
-    load = Load(1, 1, 0.0)
-    load.end(np.zeros(1, bool), reason)
-    return load
 
 
 __all__ = ["LinkerStatistics", "UMBPLinker"]

@@ -40,16 +40,27 @@ ARGUMENTS = (
 )
 
 
+RANGES = {
+    "deadline_seconds": (0.01, 3600.0),
+    "protect_seconds": (0.001, 60.0),
+    "hold_seconds": (0.0, 60.0),
+    "copy_threads": (1, 64),
+    "meet_seconds": (0.0, 1.0),
+    "patience_seconds": (0.001, 60.0),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``linker_extra_config``, all of it optional.
 
     ``pool``: the pool's socket. ``model``, ``revision``, ``tenant``, ``salt``: parts of the identity; model and revision come from SGLang's
-    arguments. ``group``: whether ranks with the same KV load together. ``staging``: segment memory a rank for that. ``deadline_seconds``: a
-    load that takes longer has failed. ``protect_seconds``: how long the scheduler waits for the lease of an admitted request.
-    ``copy_threads``: cores of a rank that copy. ``meet_seconds``, ``patience_seconds``: how long a rank waits for the others at the start
-    of a load, and for a sign of them later, before it does without. ``events``: where rank 0 publishes what the pool holds, as
-    ``tcp://*:5560``, with ``events_replay`` and ``events_topic``; a data parallel rank takes the port that much higher.
+    arguments. ``group``: whether ranks with the same KV load together. ``staging``: segment memory a rank for that. ``deadline_seconds``:
+    a load that takes longer has failed. ``protect_seconds``: how long the scheduler waits for the lease of an admitted request.
+    ``copy_threads``: cores of a rank that copy. ``prefetch``: whether pages on the SSD or on other nodes are sent for when a request first
+    asks, and ``hold_seconds``: how long they are kept for it. ``meet_seconds``, ``patience_seconds``: how long a rank waits for the others
+    at the start of a load, and for a sign of them later, before it does without. ``events``: where rank 0 publishes what the pool holds,
+    as ``tcp://*:5560``, with ``events_replay`` and ``events_topic``; a data parallel rank takes the port that much higher.
     """
 
     pool: str | None = None
@@ -62,6 +73,8 @@ class Settings:
     deadline_seconds: float = 10.0
     protect_seconds: float = 0.1
     copy_threads: int | None = None
+    prefetch: bool = True
+    hold_seconds: float = 2.0
     meet_seconds: float = 0.005
     patience_seconds: float = 0.02
     events: str | None = None
@@ -78,15 +91,14 @@ class Settings:
                 raise InvalidRequest(
                     f"unknown key {name!r}; there are {', '.join(known)}", field="linker_extra_config", example=SETTINGS_EXAMPLE
                 )
-            if value is None and known[name].default is None:
+            default = known[name].default
+            if value is None and default is None:
                 continue
-            kinds = (
-                (bool,) if name == "group" else (int,) if name == "copy_threads" else (int, float) if name.endswith("_seconds") else (str,)
-            )
+            kinds = (bool,) if isinstance(default, bool) else (int, float) if name in RANGES else (str,)
             if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != (bool,)):
                 raise InvalidRequest(f"{value!r} is of the wrong kind", field=f"linker_extra_config.{name}", example=SETTINGS_EXAMPLE)
         settings = cls(**values)
-        for name, low, high in (("deadline_seconds", 0.01, 3600.0), ("protect_seconds", 0.001, 60.0), ("copy_threads", 1, 64)):
+        for name, (low, high) in RANGES.items():
             number = getattr(settings, name)
             if number is not None and not low <= number <= high:
                 raise InvalidRequest(f"{number} is outside {low} .. {high}", field=f"linker_extra_config.{name}", example=str(low))

@@ -6,12 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
 import umbp
 from tests.engines.sglang.engine import Engine, configured, prompt
+from tests.field.people import eventually, keys_of, values_of
 from tests.pools import PoolProcess
-from umbp.integrations.sglang import distinct
+from umbp.integrations.sglang_loads import distinct
 from umbp.integrations.windows import windows_that_are_whole
 
 
@@ -88,3 +90,21 @@ def test_distinct_parts_have_each_key_once() -> None:
         assert sorted(np.concatenate([*parts, np.empty(0, np.int64)]).tolist()) == list(range(len(numbers)))
         assert all(len(set(numbers[part].tolist())) == len(part) for part in parts)
         assert len(parts) == (np.bincount(numbers).max() if len(numbers) else 0)
+
+
+def test_pages_that_are_elsewhere_are_sent_for_and_found_when_asked_again() -> None:
+    numbers = range(5000, 5006)  # what `tests.sourced` has, as an SSD or another node would
+    asked = [PoolTransfer(name=PoolName.KV, keys=[key.tobytes().hex() for key in keys_of(*numbers)])]
+    with PoolProcess(module="tests.sourced", dram="32MiB") as pool:
+        with Engine("mla", pool.socket, tenant="elsewhere") as engine:
+            engine.linker.lookup("r1", asked)
+            eventually(lambda: engine.linker.lookup("r1", asked) == [1, 2, 3, 4, 5, 6], "they have come")
+            slots = engine.model.alloc(6 * engine.page)
+            assert engine.linker.load("r1", [PoolTransfer(name=PoolName.KV, keys=asked[0].keys, device_indices=slots)])
+            assert engine.linker.finish_layer_wise_loading(engine.linker.start_layer_wise_loading())
+            size = engine.linker.shelves[0].namespace.object_bytes
+            there = np.concatenate([buffer[slots].view(torch.uint8).reshape(6, -1).numpy() for buffer in engine.kvcache.kv_buffer], axis=1)
+            assert np.array_equal(there, values_of(numbers, size))
+        with Engine("mla", pool.socket, tenant="elsewhere too", prefetch=False) as engine:
+            for _ in range(5):
+                assert engine.linker.lookup("r1", asked) == []
