@@ -5,7 +5,7 @@ What a source holds is made from the key's number, so a test needs not fill it. 
     1000..1999  both have it             2000..2999  near says so and fails      3000..3999  near says so, and it is gone
     4000..4999  near gives wrong bytes   5000..5999  far alone                   6000..6999  near never answers, far has it
     7000..7999  near alone, slowly: each read takes 0.3 s                        8000..8999  near alone, and never answers
-    9000..9999  near alone, and fails
+    9000..9999  near alone, and fails    10000..10999  near alone, too late: writes to the pages for a second more
 
 Others nobody has. Each hundred is a place of its own. Reads are written to the file named by SOURCED_LOG, one line a page: the source and
 the number.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import time
 
 import numpy as np
@@ -28,9 +29,10 @@ from umbp.errors import Unavailable
 from umbp.pool.server import PoolServer
 from umbp.pool.sources import Offer, Space, Taken
 from umbp.store.checksums import checksum
+from umbp.transport.base import Lingering
 from umbp.types import I64, U8, ReadStatus, Tier
 
-NEAR = {1, 2, 3, 4, 6, 7, 8, 9}
+NEAR = {1, 2, 3, 4, 6, 7, 8, 9, 10}
 FAR = {1, 2, 3, 4, 5, 6}
 
 
@@ -44,6 +46,23 @@ def write_log(who: str, keys: U8) -> None:
     if path := os.environ.get("SOURCED_LOG"):
         with open(path, "a") as log:
             log.writelines(f"{who} {number_of(key)}\n" for key in keys)
+
+
+def linger(data: U8, offsets: I64, size: int) -> asyncio.Future[None]:
+    """Write to these pages for a second, as hardware does that cannot be called back."""
+    loop = asyncio.get_running_loop()
+    settled: asyncio.Future[None] = loop.create_future()
+
+    def write() -> None:
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            for offset in offsets.tolist():
+                data[offset : offset + size] = 0xDD
+            time.sleep(0.001)
+        loop.call_soon_threadsafe(settled.set_result, None)
+
+    threading.Thread(target=write, daemon=True).start()
+    return settled
 
 
 class Made:
@@ -74,6 +93,8 @@ class Made:
         if thousand in (6, 8):
             await asyncio.sleep(max(0.0, deadline - time.monotonic()))
             raise TimeoutError
+        if thousand == 10:
+            raise Lingering("too late", linger(data, offsets, space.object_bytes))
         if thousand == 7:
             await asyncio.sleep(0.3)
         if thousand == 3:

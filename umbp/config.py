@@ -94,6 +94,7 @@ class PoolConfig:
     http: Address = _option("Listening", parse_address, "127.0.0.1:0", "127.0.0.1:7411", "REST and metrics; port 0: any free one")  # noqa: RUF009 (frozen)
     master: tuple[Address, ...] = _option("Cluster", urls, "", "10.0.0.1:7410", "URLs of the masters, with commas [its own, embedded]", ())
     advertise: Address | None = _option("Cluster", _address, "", "10.0.0.7:7411", "how other nodes reach this one [http]", None)  # noqa: RUF009
+    transport: str = _option("Cluster", _choice("http", "nixl"), "http", "nixl", "how pages travel: http, or nixl where both ends have it")
     token: str = _option("Access", _token, "", "TOKEN", "token of HTTP calls; better by UMBP_TOKEN, since ps shows flags")
     token_file: str = _option("Access", _path, "", "/etc/umbp/token", "file whose only line is the token")
     eviction: str = _option("Policies", _policy_name, "leaf_lru", "leaf_lru", "the policy that says what goes")

@@ -85,10 +85,8 @@ class Floor:
 @contextmanager
 def two_pools(dram: str) -> Iterator[tuple[PoolProcess, PoolProcess, Signpost]]:
     """The one that has the pages, and the one that is asked for them."""
-    with Signpost() as master:
-        os.environ["PEERED_MASTER"] = master.url
-        with PoolProcess(dram=dram) as source, PoolProcess(module="tests.peered", dram=dram) as target:
-            yield source, target, master
+    with Signpost() as master, PoolProcess(dram=dram) as source, PoolProcess("--master", master.url, dram=dram) as target:
+        yield source, target, master
 
 
 def rows_of(size: int, batch: int, at_least: float, repeats: int, source: umbp.Pool, target: umbp.Pool, world: tuple) -> None:

@@ -128,6 +128,19 @@ async def test_partial_results_at_the_deadline(space: Any) -> None:
     assert statuses.all(HIT, BUSY)
 
 
+async def test_memory_that_may_still_be_written_to_is_nobody_s(space: Any, pool: Any, face: int) -> None:
+    numbers = range(10_000 + face, 10_020 + face)
+    assert (await space.get(keys_of(*numbers), buffer(20))).all(FAILED)
+    assert (await pool.status())["being_written"] > 0  # what had begun; the rest is not begun after that
+    out = buffer(50)
+    for start in range(0, 400, 50):  # through all of the memory, while it is written to
+        others = range(start, start + 50)
+        await space.put(keys_of(*others), values_of(others, SIZE))
+        hits = np.flatnonzero((await space.get(keys_of(*others), out, deadline=0)).where(HIT))
+        assert len(hits) > 0
+        assert same(out[hits], *(start + hits).tolist())
+
+
 async def test_any_number_of_callers_share_one_fetch(space: Any, log: Path) -> None:
     async def one() -> None:
         out = buffer(2)

@@ -34,9 +34,8 @@ def master() -> Iterator[Signpost]:
 @pytest.fixture(scope="module")
 def peered(master: Signpost) -> Iterator[Callable[..., PoolProcess]]:
     """Makes pools that follow the signpost."""
-    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PEERED_MASTER", master.url)
-        yield lambda *options, **more: stack.enter_context(PoolProcess(*options, module="tests.peered", **more))
+    with contextlib.ExitStack() as stack:
+        yield lambda *options, **more: stack.enter_context(PoolProcess("--master", master.url, *options, **more))
 
 
 @pytest.fixture(scope="module")
@@ -329,19 +328,17 @@ def test_a_full_node_with_a_full_neighbour(node_of: Callable[..., Node], master:
         eventually(lambda node=node: node.client.status()["leases"] == 0, "nothing is held any more")
 
 
-def test_a_master_that_is_slow_or_gone_leaves_what_is_here(node_of: Callable[..., Node], monkeypatch: pytest.MonkeyPatch) -> None:
-    with Signpost() as other:
-        monkeypatch.setenv("PEERED_MASTER", other.url)
-        with PoolProcess(module="tests.peered", dram="8MiB") as pool:
-            node = Node(pool, "lonely")
-            node.store(1)
-            other.delay = 5.0
-            began = time.monotonic()
+def test_a_master_that_is_slow_or_gone_leaves_what_is_here() -> None:
+    with Signpost() as other, PoolProcess("--master", other.url, dram="8MiB") as pool:
+        node = Node(pool, "lonely")
+        node.store(1)
+        other.delay = 5.0
+        began = time.monotonic()
+        assert node.get(1, 2, deadline=1.0) == [HIT, MISS]
+        assert time.monotonic() - began < 1.5
+        began = time.monotonic()
+        for _ in range(20):
             assert node.get(1, 2, deadline=1.0) == [HIT, MISS]
-            assert time.monotonic() - began < 1.5
-            began = time.monotonic()
-            for _ in range(20):
-                assert node.get(1, 2, deadline=1.0) == [HIT, MISS]
-                assert node.space.locate(keys_of(1, 2)).tolist() == [Tier.DRAM, NOWHERE]
-            assert time.monotonic() - began < 2.0
-            node.client.close()
+            assert node.space.locate(keys_of(1, 2)).tolist() == [Tier.DRAM, NOWHERE]
+        assert time.monotonic() - began < 2.0
+        node.client.close()

@@ -198,8 +198,8 @@ class ByHand:
         while b"\r\n\r\n" not in self.rest:
             self.more()
         self.rest = self.rest.partition(b"\r\n\r\n")[2]
-        held, _, _ = decode_granted(self.exactly(wire.frame_bytes(self.exactly(8, peek=True))), len(keys))
-        self.held = int(held.sum())
+        granted = decode_granted(self.exactly(wire.frame_bytes(self.exactly(8, peek=True))), len(keys))
+        self.held = int(granted.held.sum())
 
     def more(self) -> None:
         data = self.connection.recv(4096)

@@ -39,7 +39,9 @@ from umbp.pool.masters import Embedded, Port, Remote
 from umbp.pool.peers import Peers
 from umbp.pool.reporting import Reporter
 from umbp.pool.sources import Source
+from umbp.transport.base import Transport
 from umbp.transport.http import HttpTransport
+from umbp.transport.nixl import NixlAgent, NixlTransport
 from umbp.types import U8, Tier
 
 log = logging.getLogger("umbp.pool.cluster")
@@ -88,12 +90,16 @@ class ClusterSide:
         trouble = [f"no member of the cluster: {self.reporter.trouble}"] if self.reporter.trouble else []
         return [*trouble, *self.reporter.warnings]
 
-    def sources(self) -> list[Source]:
+    def sources(self, agent: NixlAgent | None) -> list[Source]:
         """The other nodes, where there are any: a pool that has a master elsewhere reads what it lacks from them."""
+        transports: dict[str, Transport] = {"http": HttpTransport(self.config.token)}
+        if agent is not None:
+            transports = {"nixl": NixlTransport(agent, self.config.token), **transports}
+            self.reporter.addresses["nixl"] = self.address.netloc  # orders go the same way; only the pages do not
         if not self.config.master:
             return []
         guide = PortGuide(self.reporter.name, lambda: self.reporter.port)
-        peers = Peers(self.reporter.name, guide, {"http": HttpTransport(self.config.token)})
+        peers = Peers(self.reporter.name, guide, transports)
         self.reporter.measure = peers.take_measured
         return [peers]
 

@@ -11,9 +11,8 @@ A reservation is the pool's own (session 0) and is committed or given back when 
 before it is whole. Of what landed each ticket gets a lease until its client ends the ticket, so that no page goes between its arrival and
 its use. A page that somebody stored meanwhile counts; one that a client is writing at the moment is waited for.
 
-Nothing waits behind a slow place: a place (a disk, a node) has `READS_PER_PLACE` reads under way at most and holds only their memory, each
-read has a time limit, and a place that failed is suspect for `SUSPECT_SECONDS`: until then it is not asked by anybody, and pages that only
-it has are a quick miss.
+Nothing waits behind a slow place (`umbp.pool.places`): it has two reads under way at most and holds only their memory, each read has a time
+limit, and a place that failed is not asked by anybody for a while.
 
 ``policy``: *copy* keeps what was fetched like any other page. *promote* does too, and tells the source, which may then let its own go.
 *pass_through* keeps it only while somebody who waited for it has it leased; so it is also with pages that the admission policy declines.
@@ -25,7 +24,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 
 import numpy as np
@@ -34,35 +33,26 @@ from umbp.core.fetches import Batch, Fetches, Ticket
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.errors import LimitReached, UmbpError
+from umbp.pool.places import Places
 from umbp.pool.sources import Offer, Source, Space, Taken
 from umbp.store.checksums import checksums
 from umbp.store.index import hashes, key_words
+from umbp.transport.base import Lingering
 from umbp.types import I64, NOWHERE, U8, U64, Mask, ReadStatus, Tier, WriteStatus
 
 log = logging.getLogger("umbp.pool.fetching")
 BATCHES_MAX = 64
 READS_MAX = 16  # at a time, over all places
-READS_PER_PLACE = 2  # one is on its way while the other is being committed
 PART_SHARE = 32  # a part takes at most one in this many bytes of the pool
 ATTEMPTS = 2
-SUSPECT_SECONDS = 1.0
 READ_SECONDS_MAX = 2.0  # a part is 16 MiB or less: what takes longer is of no use to a prefill
 FIRST_SHARE = 0.6  # of the time that is left, for the first attempt
 SUSPECT_FROM_SECONDS = 0.2  # who was given less time than this is not to blame for being late
 OFFERS_SECONDS_MAX = 0.25  # nobody's pages wait longer than this for a source that does not say what it has
 LOCATE_SECONDS_MAX = 0.1
-PLACES_MAX = 1024
 WRITER_SECONDS = (0.001, 0.02)  # between two looks whether another writer is done: first, longest
 SESSION = 0  # the pool's own
 PEERS = -1  # of all peers' orders together
-
-
-@dataclass(slots=True)
-class Place:
-    """A disk or node that pages come from, or a source that says where, as this pool has seen it."""
-
-    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_PER_PLACE))
-    suspect_until: float = float("-inf")
 
 
 @dataclass(slots=True)
@@ -99,7 +89,7 @@ class Fetching:
         self.policy = policy
         self.fetches = Fetches()
         self.counts = {source.name: SourceCounts() for source in self.sources}
-        self.places: dict[str, Place] = {}
+        self.places = Places(now)
         self._passing: dict[int, np.uint64] = {}  # entries that go with their last lease, and their versions
         self._more = asyncio.Event()
         self._reads = asyncio.Semaphore(READS_MAX)
@@ -214,12 +204,6 @@ class Fetching:
         for source in self.sources:
             await source.close()
 
-    @property
-    def suspects(self) -> frozenset[str]:
-        """Places that failed a moment ago."""
-        now = self.now()
-        return frozenset(name for name, place in self.places.items() if place.suspect_until > now)
-
     # -- a batch -----------------------------------------------------------------------------------------------------------------------
 
     async def _run(self, batch: Batch) -> None:
@@ -235,7 +219,7 @@ class Fetching:
             self._more.set()
 
     async def _fetch(self, batch: Batch, codes: U8) -> None:
-        keys, excluded = batch.keys, self.suspects
+        keys, excluded = batch.keys, self.places.suspects
         left = np.arange(len(keys))
         for attempt in range(ATTEMPTS):
             account = self._account_or_none(batch)
@@ -266,14 +250,13 @@ class Fetching:
         """Of all sources, the cheapest a page first. A source that fails or is late offers nothing."""
 
         async def ask(source: Source) -> list[tuple[Source, Offer]]:
-            place = self._place(source.name)
-            if place.suspect_until > self.now():
+            if self.places.is_suspect(source.name):
                 return []
             try:
                 async with asyncio.timeout(max(0.0, deadline - self.now())):
                     offers = await source.offers(space, keys, exclude, deadline, peek=peek)
             except (UmbpError, OSError, TimeoutError) as error:
-                self._suspect(source.name, place, error)
+                self.places.suspect(source.name, error)
                 return []
             return [(source, offer) for offer in offers if len(offer.which) and offer.place not in exclude]
 
@@ -297,18 +280,18 @@ class Fetching:
 
     async def _take(self, batch: Batch, space: Space, keys: U8, part: Part, share: float, codes: U8) -> I64:
         """Read one part; what is there lands. The pages (indices of the batch) that failed and may be elsewhere."""
-        place = self._place(part.offer.place)
+        place = self.places.of(part.offer.place)
         stored = part.which[:0]
         async with place.turns, self._reads:
             now = self.now()
-            if place.suspect_until > now:  # it failed while this part waited for its turn
+            if self.places.is_suspect(part.offer.place):  # it failed while this part waited for its turn
                 return part.which
             deadline = now + share * min(batch.deadline - now, READ_SECONDS_MAX / FIRST_SHARE)
             if deadline <= now:
                 codes[part.which] = ReadStatus.BUSY
                 self._land(batch, part.which, codes)
                 return part.which[:0]
-            stored, waiting, failed = await self._reserve_and_read(batch, space, keys, part, place, deadline, codes)
+            stored, waiting, failed = await self._reserve_and_read(batch, space, keys, part, deadline, codes)
         if self.policy == "promote" and len(stored):
             with contextlib.suppress(UmbpError, OSError, TimeoutError):
                 async with asyncio.timeout(READ_SECONDS_MAX):
@@ -316,9 +299,7 @@ class Fetching:
         # Without a turn, as it may take long: pages that a client is writing itself.
         return np.concatenate([failed, await self._await_writers(batch, waiting, codes)])
 
-    async def _reserve_and_read(
-        self, batch: Batch, space: Space, keys: U8, part: Part, place: Place, deadline: float, codes: U8
-    ) -> tuple[I64, I64, I64]:
+    async def _reserve_and_read(self, batch: Batch, space: Space, keys: U8, part: Part, deadline: float, codes: U8) -> tuple[I64, I64, I64]:
         """Which pages were read and stored, which another writer has under way, and which failed."""
         stored, waiting, failed = [part.which[:0]], [part.which[:0]], [part.which[:0]]
         for which in _runs(batch, part.which):
@@ -332,7 +313,7 @@ class Fetching:
             self._land(batch, np.concatenate([there, refused]), codes)
             waiting.append(pending)
             if len(mine):
-                done = await self._read(batch, space, part, place, keys, mine, made.number, made.offsets, deadline, codes)
+                done = await self._read(batch, space, part, keys, mine, made.number, made.offsets, deadline, codes)
                 stored.append(mine[done])
                 failed.append(mine[~done])
         return np.concatenate(stored), np.concatenate(waiting), np.concatenate(failed)
@@ -342,7 +323,6 @@ class Fetching:
         batch: Batch,
         space: Space,
         part: Part,
-        place: Place,
         keys: U8,
         which: I64,
         number: int,
@@ -352,18 +332,18 @@ class Fetching:
     ) -> Mask:
         """Fill a reservation and end it; which pages are stored, (len(which),) bool."""
         counts, good, sums = self.counts[part.source.name], np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
-        began = self.now()
+        began, lingers = self.now(), None
         try:
             async with asyncio.timeout(deadline - began + 0.5):  # a source bounds itself; this is for one that does not
                 taken = await part.source.read(space, part.offer, keys[which], self.data, offsets, deadline)
             good, sums = await self._whole(taken, offsets, space.object_bytes)
             codes[which[taken.status == ReadStatus.MISS]] = ReadStatus.MISS
         except (UmbpError, OSError, TimeoutError) as error:
-            if not isinstance(error, TimeoutError) or deadline - began >= SUSPECT_FROM_SECONDS:
-                self._suspect(part.offer.place, place, error)
+            lingers = error.settled if isinstance(error, Lingering) else None
+            if lingers or not isinstance(error, TimeoutError) or deadline - began >= SUSPECT_FROM_SECONDS:
+                self.places.suspect(part.offer.place, error, lingers)
         finally:
-            stored: Mask = self.pool.commit(self.now(), SESSION, number, good, sums) == WriteStatus.STORED
-            self.wake()
+            stored = self._end_reservation(number, good, sums, lingers)
         counts.pages += int(np.count_nonzero(stored))
         counts.size_bytes += int(np.count_nonzero(stored)) * space.object_bytes
         counts.missed += int(np.count_nonzero(codes[which[~good]] == ReadStatus.MISS))
@@ -371,6 +351,19 @@ class Fetching:
         codes[which[stored]] = ReadStatus.HIT
         self._land(batch, which[stored], codes, ours=True)
         return stored
+
+    def _end_reservation(self, number: int, good: Mask, sums: U64, lingers: asyncio.Future[None] | None) -> Mask:
+        """Which pages are stored. What may still be written to is kept until it cannot be any more, and then given back."""
+
+        def end(_: object) -> Mask:
+            stored: Mask = self.pool.commit(self.now(), SESSION, number, good, sums) == WriteStatus.STORED
+            self.wake()
+            return stored
+
+        if lingers is None:
+            return end(None)
+        lingers.add_done_callback(end)
+        return np.zeros(len(good), bool)
 
     async def _whole(self, taken: Taken, offsets: I64, size: int) -> tuple[Mask, U64]:
         """Which pages match their checksums, and the sums; bytes that no source vouches for are believed."""
@@ -411,16 +404,6 @@ class Fetching:
         return np.concatenate(gone)
 
     # -- steps of it -------------------------------------------------------------------------------------------------------------------
-
-    def _place(self, name: str) -> Place:
-        if len(self.places) >= PLACES_MAX and name not in self.places:  # of nodes long gone
-            now = self.now()
-            self.places = {known: place for known, place in self.places.items() if place.turns.locked() or place.suspect_until > now}
-        return self.places.setdefault(name, Place())
-
-    def _suspect(self, name: str, place: Place, error: BaseException) -> None:
-        log.warning("%s failed, and is not asked for %g s: %s", name, SUSPECT_SECONDS, str(error) or type(error).__name__)
-        place.suspect_until = self.now() + SUSPECT_SECONDS
 
     def _land(self, batch: Batch, which: I64, codes: U8, *, ours: bool = False) -> None:
         """These pages have come to their end. In one go with the commit, so that nobody evicts what is waited for.

@@ -57,6 +57,7 @@ from umbp.pool.shelf import PoolShelf
 from umbp.pool.sources import Source
 from umbp.pool.sums import Summer
 from umbp.store import segment as segments
+from umbp.transport.nixl import NixlAgent
 from umbp.transport.sending import FIRST_LINE, PageServer
 from umbp.types import I64, U64
 
@@ -239,11 +240,13 @@ class PoolServer:
         rounds = self.segment.words[segments.H_ROUNDS : segments.H_ROUNDS + 1]
         self.meetings = Meetings(Groups(self.pool.leases, self.pool.scratch, rounds), self.now)
         self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
-        self.sources += self.cluster.sources()
+        self.agent = NixlAgent(f"{self.name}-{self.boot}", self.segment.data.array) if config.transport == "nixl" else None
+        self.sources += self.cluster.sources(self.agent)
         self.fetching = Fetching(self.pool, self.segment.data.array, self.now, self.wake, self.sources, config.fetch)
         self.cluster.copies_by(self.fetching)
         self.shelf = PoolShelf(self.name, self.pool, self.segment, self.make_sums, self.fetching.bring)
-        self.pages = PageServer(self.shelf, token=config.token, listening=self.http)
+        windows = {"nixl": self.agent} if self.agent else {}
+        self.pages = PageServer(self.shelf, token=config.token, listening=self.http, windows=windows)
         self.owners = Owners(self, config.sessions_max)
         self.owners.adopt(unfinished)
         if slice_.attached:
@@ -262,6 +265,8 @@ class PoolServer:
             await self.cluster.close()
             await self.fetching.close()
             await self.pages.close()
+            if self.agent:
+                self.agent.close()
             self.summer.close()
             self.segment.words[segments.H_STATE] = segments.STOPPED
             kept = "released" if self.config.on_exit == "release" else "kept for the next start (--on-exit release gives it back)"

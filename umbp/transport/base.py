@@ -18,6 +18,8 @@ Bounded: pages and bytes of an order, seconds of a grant, orders served at a tim
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Protocol, TypeAlias
 
@@ -27,7 +29,7 @@ from msgspec import Meta
 from umbp.errors import ProtocolError
 from umbp.grammar import Address
 from umbp.types import I64, U8, U64, Mask
-from umbp.wire import BATCH_MAX, Blob, Message, decode
+from umbp.wire import BATCH_MAX, Message, decode
 
 GRANT_SECONDS_MAX = 30.0
 GRANT_BYTES_MAX = 256 << 20  # what is more than this in an order is answered as not held, but for one page
@@ -50,10 +52,26 @@ class Order(Message, frozen=True, tag="order"):
 
 
 class Granted(Message, frozen=True, tag="granted"):
-    """The answer: ``m`` of the ``n`` pages are held. Arrays: held u8[n], sums u64[m], offsets i64[m] in the peer's segment."""
+    """The answer: ``m`` of the ``n`` pages are held. Arrays: held u8[n], sums u64[m], offsets i64[m] in the peer's segment.
+
+    ``agent`` and ``base``: what a reader of another ``how`` needs to reach the segment's memory; "" and 0 for streams.
+    """
 
     n: int
     m: int
+    agent: Annotated[str, Meta(max_length=16_384)] = ""
+    base: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A `Granted` as its reader sees it: ``held`` (n,) bool; sums and offsets (m,) of those."""
+
+    held: Mask
+    sums: U64
+    offsets: I64
+    agent: str
+    base: int
 
 
 _orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
@@ -68,8 +86,8 @@ def decode_order(frame: bytes) -> tuple[Order, U8]:
     return order, keys
 
 
-def decode_granted(frame: bytes | bytearray | memoryview, pages: int) -> tuple[Mask, U64, I64]:
-    """What is held of an order of so many pages, the sums, and where they lie. ProtocolError if it is no such answer."""
+def decode_granted(frame: bytes | bytearray | memoryview, pages: int) -> Held:
+    """What is held of an order of so many pages. ProtocolError if it is no such answer."""
     granted, blob = decode(frame, _granted)
     if granted.n != pages or not 0 <= granted.m <= pages:
         raise ProtocolError(f"an answer of {granted.m} of {granted.n} pages, {pages} were asked for")
@@ -78,7 +96,7 @@ def decode_granted(frame: bytes | bytearray | memoryview, pages: int) -> tuple[M
     blob.end()
     if int(held.sum()) != granted.m:
         raise ProtocolError(f"{int(held.sum())} pages are held, {granted.m} are sent")
-    return held, sums, offsets
+    return Held(held, sums, offsets, granted.agent, granted.base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +129,7 @@ class Transport(Protocol):
         """Read ``keys`` (m, 32) to ``data[offset : offset + size]`` each, by ``deadline`` (`time.monotonic`).
 
         OSError, TimeoutError or what the peer refused with (an `umbp.errors.UmbpError`) where nothing counts. It ends, cancelled too, only
-        when nothing is written to ``data`` any more.
+        when nothing is written to ``data`` any more; or with `Lingering`, which says when that will be.
         """
         ...
 
@@ -143,6 +161,32 @@ class Grant:
         return runs
 
 
+class Lingering(TimeoutError):
+    """The time is over, but the hardware may still write to the pages. ``settled`` is done when it cannot any more."""
+
+    def __init__(self, message: str, settled: asyncio.Future[None]) -> None:
+        super().__init__(message)
+        self.settled = settled
+
+
+class Window(Protocol):
+    """The segment's memory as a transport of another ``how`` shows it to readers."""
+
+    @property
+    def agent(self) -> str:
+        """What a reader needs to connect, as text."""
+        ...
+
+    @property
+    def base(self) -> int:
+        """The address of the data's first byte."""
+        ...
+
+    def open(self) -> AbstractContextManager[None]:
+        """Around the time in which a reader may be reading."""
+        ...
+
+
 class Shelf(Protocol):
     """What whoever serves pages needs of its pool. `umbp.pool.shelf` is the pool's."""
 
@@ -167,6 +211,3 @@ class Shelf(Protocol):
     def give_back(self, grant: Grant) -> None:
         """The reader is through, or gone."""
         ...
-
-
-__all__ = ["Blob", "Grant", "Granted", "Moved", "Order", "Peer", "Shelf", "Transport", "decode_granted", "decode_order"]

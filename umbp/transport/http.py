@@ -21,6 +21,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -28,7 +29,7 @@ import xxhash
 from umbp import wire
 from umbp.errors import DeadlineExceeded, ProtocolError, Unavailable, from_wire
 from umbp.grammar import Address
-from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Moved, Order, Peer, decode_granted
+from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Held, Moved, Order, Peer, decode_granted
 from umbp.types import I64, U8, U64, Mask, ReadStatus
 
 THREADS_MAX = 16
@@ -42,11 +43,12 @@ HEAD_READ_BYTES = 4096  # at a time: what comes of the pages with it is copied o
 
 
 class HttpTransport:
-    """Reads pages of peers over HTTP. ``token``: sent with each order, where peers want one."""
+    """Reads pages of peers over HTTP."""
 
     name = "http"
 
     def __init__(self, token: str = "") -> None:
+        """``token``: sent with each order, where peers want one."""
         self.token = token
         self.received_bytes = 0
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="umbp-receive")
@@ -58,8 +60,8 @@ class HttpTransport:
     async def read(self, peer: Peer, namespace: str, size: int, keys: U8, data: U8, offsets: I64, deadline: float) -> Moved:
         """See `umbp.transport.base.Transport`."""
         seconds = max(0.0, min(deadline - time.monotonic(), GRANT_SECONDS_MAX))
-        order = Order(peer.node, peer.boot, namespace, size, len(keys), seconds, "http")
-        task = Receive(self._line_or_none(peer.address), peer.address, self.token, order, keys, data, offsets, deadline)
+        order = Order(peer.node, peer.boot, namespace, size, len(keys), seconds, self.name)
+        task = self._receive(self._line_or_none(peer.address), peer.address, self.token, order, keys, data, offsets, deadline)
         work = asyncio.get_running_loop().run_in_executor(self._threads, task.run)
         try:
             moved = await asyncio.shield(work)
@@ -79,6 +81,10 @@ class HttpTransport:
                 line.close()
         self._idle.clear()
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _receive(self, *arguments: Any) -> Receive:
+        """One order, to be carried out."""
+        return Receive(*arguments)
 
     def _line_or_none(self, address: Address) -> Line | None:
         lines = self._idle.get(address, [])
@@ -185,11 +191,11 @@ class Receive:
         self.line = line
         self._address = address
         self._token = token
-        self._order = order
+        self.order = order
         self._keys = keys
-        self._data = data
+        self.data = data
         self._offsets = offsets
-        self._deadline = deadline
+        self.deadline = deadline
         self._lock = threading.Lock()
         self._over = False
 
@@ -203,7 +209,7 @@ class Receive:
             with self._lock:
                 if self._over:
                     raise ConnectionAbortedError("cancelled")
-            line = Line(self._address, self._deadline)
+            line = Line(self._address, self.deadline)
             with self._lock:
                 self.line = line
                 if self._over:
@@ -229,29 +235,30 @@ class Receive:
     def _order_and_receive(self) -> Moved:
         line = self.line
         assert line is not None
-        frame = wire.encode(self._order, self._keys)
+        frame = wire.encode(self.order, self._keys)
         head = [
             f"POST {PAGES_PATH} HTTP/1.1\r\nHost: {self._address.netloc}\r\nContent-Type: {FRAME_TYPE}\r\nContent-Length: {len(frame) + 1}"
         ]
         if self._token:
             head.append(f"Authorization: Bearer {self._token}")
-        line.send("\r\n".join([*head, "", ""]).encode() + frame, self._deadline)
+        line.send("\r\n".join([*head, "", ""]).encode() + frame, self.deadline)
         rest = self._answer(line)
-        held, wanted, rest = self._granted(line, rest)
-        offsets = self._offsets[held]
-        sums = self._receive(line, rest, offsets)
-        line.send(b"\x06", self._deadline)
+        granted, rest = self._granted(line, rest)
+        offsets = self._offsets[granted.held]
+        sums = self.receive(line, rest, granted, offsets)
+        line.send(b"\x06", self.deadline)
         same = bytearray(len(offsets))
-        line.fill(deque([memoryview(same)] if len(same) else []), self._deadline)
+        line.fill(deque([memoryview(same)] if len(same) else []), self.deadline)
         whole = np.frombuffer(same, np.uint8) != 0
-        return self._moved(held, whole, wanted, sums)
+        return self._moved(granted, whole, sums)
 
-    def _moved(self, held: Mask, whole: Mask, wanted: U64, sums: U64) -> Moved:
-        good = whole & ((wanted == 0) | (wanted == sums))
+    def _moved(self, granted: Held, whole: Mask, sums: U64) -> Moved:
+        held = granted.held
+        good = whole & ((granted.sums == 0) | (granted.sums == sums))
         status, made = np.full(len(held), ReadStatus.MISS, np.uint8), np.zeros(len(held), np.uint64)
         status[held] = np.where(good, ReadStatus.HIT, np.where(whole, ReadStatus.FAILED, ReadStatus.MISS))
         made[held] = sums
-        return Moved(status, made, len(sums) * self._order.object_bytes)
+        return Moved(status, made, len(sums) * self.order.object_bytes)
 
     def _answer(self, line: Line) -> bytes:
         """What came after the HTTP head of the answer. Raises what the peer refused with."""
@@ -259,7 +266,7 @@ class Receive:
         while (end := data.find(b"\r\n\r\n")) < 0:
             if len(data) > HEAD_BYTES_MAX:
                 raise ProtocolError("the head of the answer has no end")
-            data += line.some(self._deadline)
+            data += line.some(self.deadline)
         lines = data[:end].decode("latin-1").split("\r\n")
         words = lines[0].split(" ", 2)
         if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
@@ -271,22 +278,21 @@ class Receive:
         length = fields.get("content-length", "0")
         size = min(int(length) if length.isdigit() else 0, HEAD_BYTES_MAX)
         while len(rest) < size:
-            rest += line.some(self._deadline)
+            rest += line.some(self.deadline)
         raise _refusal(words[1], rest[:size])
 
-    def _granted(self, line: Line, rest: bytes) -> tuple[Mask, U64, bytes]:
-        """What the peer holds, the sums it should have, and what came of the pages with it."""
+    def _granted(self, line: Line, rest: bytes) -> tuple[Held, bytes]:
+        """What the peer holds, and what came of the pages with it."""
         while len(rest) < wire.PREFIX.size:
-            rest += line.some(self._deadline)
+            rest += line.some(self.deadline)
         size = wire.frame_bytes(rest[: wire.PREFIX.size])
         while len(rest) < size:
-            rest += line.some(self._deadline)
-        held, sums, _ = decode_granted(rest[:size], self._order.n)
-        return held, sums, rest[size:]
+            rest += line.some(self.deadline)
+        return decode_granted(rest[:size], self.order.n), rest[size:]
 
-    def _receive(self, line: Line, first: bytes, offsets: I64) -> U64:
-        """The pages, each to its place; their checksums."""
-        size, data, digest = self._order.object_bytes, self._data.data, xxhash.xxh3_64_intdigest
+    def receive(self, line: Line, first: bytes, granted: Held, offsets: I64) -> U64:
+        """The pages, each to its place; their checksums. ``first``: what has come of them already."""
+        size, data, digest = self.order.object_bytes, self.data.data, xxhash.xxh3_64_intdigest
         sums = np.zeros(len(offsets), np.uint64)
         step = max(1, WINDOW_BYTES // size)
         for start in range(0, len(offsets), step):
@@ -302,7 +308,7 @@ class Receive:
                 views.append(data[at:end])
             if first:
                 first = _pour(first, views)
-            line.fill(views, self._deadline)
+            line.fill(views, self.deadline)
             for place, offset in enumerate(part, start):
                 sums[place] = digest(data[offset : offset + size]) or 1
         return sums

@@ -28,7 +28,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import cast
 
 import numpy as np
@@ -37,7 +37,7 @@ from umbp import wire
 from umbp.admin.auth import check_token, is_our_host
 from umbp.errors import InvalidRequest, ProtocolError, UmbpError, Unauthorized
 from umbp.grammar import Address, quoted
-from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Grant, Granted, Order, Shelf, decode_order
+from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Grant, Granted, Order, Shelf, Window, decode_order
 from umbp.types import U8
 
 log = logging.getLogger("umbp.transport")
@@ -52,8 +52,10 @@ FIRST_LINE = f"POST {PAGES_PATH} ".encode()
 class PageServer:
     """Answers orders. ``token`` and ``listening`` are the configured ones."""
 
-    def __init__(self, shelf: Shelf, *, token: str, listening: Address) -> None:
+    def __init__(self, shelf: Shelf, *, token: str, listening: Address, windows: Mapping[str, Window] | None = None) -> None:
+        """``windows``: for orders of another ``how`` than "http", by its name."""
         self.shelf = shelf
+        self.windows = dict(windows or {})
         self.token = token
         self.listening = listening
         self.sent_bytes = 0
@@ -169,14 +171,16 @@ class Caller:
             except ConnectionAbortedError:  # between two orders
                 return
             try:
+                window = self._window(order)
                 grant = self._server.grant(order, keys, deadline)
             except UmbpError as error:
                 self._refuse(error)
                 return
             try:
-                self._send(order, grant, deadline)
-                if self._exactly(1, deadline) != b"\x06":
-                    raise ConnectionResetError("what follows the order is no receipt")
+                with window.open() if window else contextlib.nullcontext():
+                    self._send(grant, window, deadline)
+                    if self._exactly(1, deadline) != b"\x06":
+                        raise ConnectionResetError("what follows the order is no receipt")
             except BaseException:
                 self._server.end(grant)
                 raise
@@ -224,10 +228,21 @@ class Caller:
         order, keys = decode_order(prefix + self._exactly(size - len(prefix), until))
         return order, keys, time.monotonic() + min(order.seconds, GRANT_SECONDS_MAX)
 
-    def _send(self, order: Order, grant: Grant, deadline: float) -> None:
+    def _window(self, order: Order) -> Window | None:
+        """How the pages travel; None: by this connection."""
+        if order.how == "http":
+            return None
+        window = self._server.windows.get(order.how)
+        if window is None:
+            known = ", ".join(["http", *self._server.windows])
+            raise InvalidRequest(f"pages do not travel by {quoted(order.how)} from here, only by {known}", field="how", example="http")
+        return window
+
+    def _send(self, grant: Grant, window: Window | None, deadline: float) -> None:
         arrays = (grant.held.view(np.uint8), grant.sums.astype("<u8"), grant.offsets.astype("<i8"))
-        frame = wire.encode(Granted(order.n, len(grant.offsets)), *arrays)
-        pages_bytes = len(grant.offsets) * grant.size if order.how == "http" else 0
+        agent, base = (window.agent, window.base) if window else ("", 0)
+        frame = wire.encode(Granted(len(grant.held), len(grant.offsets), agent, base), *arrays)
+        pages_bytes = 0 if window else len(grant.offsets) * grant.size
         length = len(frame) + pages_bytes + len(grant.offsets)
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {FRAME_TYPE}\r\nContent-Length: {length}\r\n\r\n"
         self._all(head.encode() + frame, deadline, more=pages_bytes > 0)

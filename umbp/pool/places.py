@@ -1,0 +1,68 @@
+"""Places that pages come from, as this pool has seen them: how much is asked of each at a time, and which are not asked for a while.
+
+A place is a disk, a node, or a source that says where pages are. One that failed is *suspect*: until a moment has passed nobody asks it, so
+that pages which only it has are a quick miss for all instead of a wait for each. It is not asked either while memory that it was given may
+still be written to, however long that takes: what must be kept aside for it does not become more and more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+log = logging.getLogger("umbp.pool.places")
+READS_PER_PLACE = 2  # one is on its way while the other is being committed
+SUSPECT_SECONDS = 1.0
+PLACES_MAX = 1024
+
+
+@dataclass(slots=True)
+class Place:
+    """One place. ``turns``: the reads that it may be asked for at a time."""
+
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_PER_PLACE))
+    suspect_until: float = float("-inf")
+
+
+class Places:
+    """All places of one pool, by name."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._by_name: dict[str, Place] = {}
+
+    def __repr__(self) -> str:
+        return f"<Places {len(self._by_name)}, suspect: {', '.join(self.suspects) or 'none'}>"
+
+    def of(self, name: str) -> Place:
+        """The place of this name, made if it is new."""
+        if len(self._by_name) >= PLACES_MAX and name not in self._by_name:  # of nodes long gone
+            now = self._now()
+            self._by_name = {known: place for known, place in self._by_name.items() if place.turns.locked() or place.suspect_until > now}
+        return self._by_name.setdefault(name, Place())
+
+    def is_suspect(self, name: str) -> bool:
+        """Whether it is not to be asked now."""
+        place = self._by_name.get(name)
+        return place is not None and place.suspect_until > self._now()
+
+    @property
+    def suspects(self) -> frozenset[str]:
+        """Those not to be asked now."""
+        now = self._now()
+        return frozenset(name for name, place in self._by_name.items() if place.suspect_until > now)
+
+    def suspect(self, name: str, error: BaseException, lingers: asyncio.Future[None] | None = None) -> None:
+        """It failed. ``lingers``: done when nothing writes any more to the memory that it was given."""
+        place = self.of(name)
+
+        def recover(_: object) -> None:
+            place.suspect_until = self._now() + SUSPECT_SECONDS
+
+        log.warning("%s failed, and is not asked for %g s: %s", name, SUSPECT_SECONDS, str(error) or type(error).__name__)
+        recover(None)
+        if lingers is not None:
+            place.suspect_until = float("inf")
+            lingers.add_done_callback(recover)
