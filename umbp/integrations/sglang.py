@@ -330,9 +330,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
             for number, shelf in enumerate(self.shelves):
                 parts = [wanted.parts[number] for wanted in batch if number in wanted.parts]
                 if parts:
-                    loads += self._start(
-                        shelf, np.concatenate([keys for keys, _ in parts]), np.concatenate([slots for _, slots in parts]), after
-                    )
+                    loads += self._start(shelf, parts, after)
         except Exception:
             log.exception("a batch of %d loads could not be started", len(batch))
             for load in loads:
@@ -342,9 +340,11 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._started[index] = batch
         return index
 
-    def _start(self, shelf: Shelf, keys: U8, slots: I64, after: Any) -> list[Load]:
+    def _start(self, shelf: Shelf, wanted: list[tuple[U8, I64]], after: Any) -> list[Load]:
+        keys, slots = np.concatenate([keys for keys, _ in wanted]), np.concatenate([slots for _, slots in wanted])
+        parts = distinct(keys) if len(wanted) > 1 else [np.arange(len(keys))]  # one request's keys are all different
         loads = []
-        for which in distinct(keys):
+        for which in parts:
             for start in range(0, len(which), KEYS_PER_CALL_MAX):
                 part = which[start : start + KEYS_PER_CALL_MAX]
                 loads.append(shelf.loader.load(keys[part], slots[part], deadline=self.settings.deadline_seconds, after=after))
