@@ -22,9 +22,12 @@ GUARD = 0xA5
 
 
 class Cache:
-    """Tensors of one rank. Slot 0 and the last one are guards that nobody is given."""
+    """Tensors of one rank. Slot 0 and the last one are guards that nobody is given.
 
-    def __init__(self, shapes: Any = None, pages: int = PAGES, make: Any = torch.empty) -> None:
+    ``device``: where they are. `views` of tensors on a GPU are copies, taken before each look and brought there after each change.
+    """
+
+    def __init__(self, shapes: Any = None, pages: int = PAGES, make: Any = torch.empty, device: str = "cpu") -> None:
         self.pages = pages
         self.tensors: dict[str, list[torch.Tensor | None]] = {}
         for name, (widths, kind) in (shapes or SHAPES).items():
@@ -37,6 +40,13 @@ class Cache:
             if tensor is not None
         }
         self.layers = max(layer for _, layer in self.views) + 1
+        self._there: list[tuple[torch.Tensor, torch.Tensor]] = []  # on the device, and what its view looks at
+        if device != "cpu":
+            for tensors in self.tensors.values():
+                for layer, tensor in enumerate(tensors):
+                    if tensor is not None:
+                        there = tensors[layer] = tensor.to(device)
+                        self._there.append((there, tensor))
         self.wipe()
 
     @property
@@ -49,15 +59,28 @@ class Cache:
     def wipe(self, value: int = GUARD) -> None:
         for view in self.views.values():
             view[:] = value
+        self._push()
+
+    def _push(self) -> None:
+        for there, here in self._there:
+            there.copy_(here)
+        if self._there:
+            torch.cuda.synchronize()
+
+    def _pull(self) -> None:
+        for there, here in self._there:
+            here.copy_(there)
 
     def write(self, numbers: Any, slots: Any) -> None:
         """What a forward pass would leave there for these pages."""
         for (name, layer), view in self.views.items():
             for number, slot in zip(list(numbers), list(slots), strict=True):
                 view[slot] = row_of(name, layer, number, view.shape[1])
+        self._push()
 
     def has(self, numbers: Any, slots: Any, layer: int | None = None) -> Mask:
         """Which of these pages are in their slots, byte for byte."""
+        self._pull()
         pairs = list(zip(list(numbers), list(slots), strict=True))
         good = np.ones(len(pairs), bool)
         for (name, at), view in self.views.items():
@@ -67,6 +90,7 @@ class Cache:
 
     def untouched(self, slots: Any, value: int = GUARD) -> bool:
         """Whether all other slots still are what `wipe` left."""
+        self._pull()
         others = np.setdiff1d(np.arange(self.pages), np.asarray(slots))
         return all(bool((view[others] == value).all()) for view in self.views.values())
 

@@ -6,11 +6,16 @@ A rank counts the points that it passes (a table posted, a unit begun, staged, p
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +34,7 @@ from umbp.loader.pad import Pad
 from umbp.loader.pushes import PushParty
 from umbp.loader.rings import RingParty
 
+ROOT = Path(__file__).resolve().parents[2]
 POINTS = (
     (Area, "post"),
     (Rank, "_meet"),
@@ -97,16 +103,20 @@ class Accident:
         return wrapped
 
 
-def work(child: Child, socket: str, tenant: str, rank: int, world: int, options: dict[str, Any], way: str) -> None:
-    """A rank's life. ``device`` in the options: a folder for device memory, and by rank what fails there."""
+def work(child: Any, socket: str, tenant: str, rank: int, world: int, options: dict[str, Any], way: str) -> None:
+    """A rank's life. ``device`` in the options: a folder for device memory, and by rank what fails there; or ``gpu`` for a real one."""
     torch.set_num_threads(1)
     os.environ["UMBP_LOAD"] = way
-    accident, runtime, points, device = Accident(), None, POINTS, options.pop("device", None)
-    if device is not None:
+    accident, runtime, points, device, place = Accident(), None, POINTS, options.pop("device", None), "cpu"
+    if device is not None and "gpu" in device:
+        place = f"cuda:{rank % torch.cuda.device_count()}"
+        torch.cuda.set_device(place)
+        points = device_points()
+    elif device is not None:
         os.environ |= {"TRITON_INTERPRET": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
         runtime = HostRuntime(device["folder"], device.get("failing", {}).get(str(rank)))
         points = device_points()
-    cache = Cache(make=runtime.tensor) if runtime is not None else Cache()
+    cache = Cache(make=runtime.tensor) if runtime is not None else Cache(device=place)
     with umbp.connect(socket, client=f"rank {rank}") as pool:
         namespace = cache.namespace(pool, tenant=tenant)
         group = umbp.Group("g", rank, world, **options)
@@ -183,6 +193,57 @@ class Rehearsed:
         return {name: getattr(found, name) for name in found.__slots__}
 
 
+class Spawned:
+    """As `Child`, for a rank that is started anew."""
+
+    def __init__(self, *arguments: Any) -> None:
+        command = [sys.executable, "-m", "tests.loader.ranks", json.dumps(arguments)]
+        environment = {**os.environ, "TRITON_DEFAULT_FP_FUSION": "1"}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.pid = self._process.pid
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out, self._rest = self._process.stdin, self._process.stdout, b""
+
+    def say(self, value: Any) -> None:
+        self._in.write(json.dumps(value).encode() + b"\n")
+        self._in.flush()
+
+    def hear(self, seconds: float) -> Any:
+        deadline = time.monotonic() + seconds
+        while b"\n" not in self._rest:
+            readable, _, _ = select.select([self._out], [], [], max(0.0, deadline - time.monotonic()))
+            part = os.read(self._out.fileno(), 65536) if readable else b""
+            assert part, "the other process is gone" if readable else f"the other process said nothing for {seconds} s"
+            self._rest += part
+        line, self._rest = self._rest.split(b"\n", 1)
+        return json.loads(line)
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._in.close()
+        self._out.close()
+
+
+class Pipes:
+    """The other end of `Spawned`."""
+
+    def say(self, value: Any) -> None:
+        print(json.dumps(value), flush=True)
+
+    def hear(self, seconds: float) -> Any:
+        line = sys.stdin.readline()
+        assert line, "the test is gone"
+        return json.loads(line)
+
+
 class Ranks:
     """All ranks of a group."""
 
@@ -191,14 +252,16 @@ class Ranks:
         self.world = world
         self.way = way
         self.options = options
-        self.children: dict[int, Child] = {}
+        self.children: dict[int, Child | Spawned] = {}
 
     def start(self, *ranks: int) -> None:
         """These, or all; those that run are ended first."""
         for rank in ranks or range(self.world):
             if rank in self.children:
                 self.end(rank)
-            self.children[rank] = Child(work, *self.arguments, rank, self.world, dict(self.options), self.way)
+            given = (*self.arguments, rank, self.world, dict(self.options), self.way)
+            # CUDA and HIP do not survive a fork, so a rank on a real GPU is a process from the start.
+            self.children[rank] = Spawned(*given) if "gpu" in self.options.get("device", {}) else Child(work, *given)
         for rank in ranks or range(self.world):
             assert self.hear(rank) == "here"
 
@@ -237,3 +300,7 @@ def ranks(socket: str, tenant: str, world: int, *, way: str = "staged", **option
 def nothing_is_leased(pool: umbp.Pool) -> None:
     """Once all ranks have left, the pool protects nothing any more."""
     eventually(lambda: pool.status()["leases"] == 0, "all leases of rounds are over")
+
+
+if __name__ == "__main__":
+    work(Pipes(), *json.loads(sys.argv[1]))
