@@ -1,6 +1,6 @@
 """Four ranks with replicated KV: stored once, killed, started again, loaded layer by layer while attention runs; and the timeline of it.
 
-    scripts/demo_group [--ranks 4] [--layers 8] [--pages 192] [--svg FILE]
+    scripts/demo_group [--ranks 4] [--layers 8] [--pages 192] [--png FILE]
 
 Each rank is a process with a small paged KV cache of its own, on the CPU. Together they store a prompt's pages once, and after the engine
 was killed they read each page from the pool once and give it to each other, layer by layer. A toy attention runs on each layer as soon as
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageFont
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import umbp
@@ -31,7 +33,8 @@ from umbp.loader.copies import Copies
 
 TOKENS, WIDTH, HEADS = 64, 576, 4
 COLUMNS = 100
-COLORS = {"r": "#c2571a", "x": "#2a78b5", "c": "#4c9a52"}
+COLORS = {"r": "#c2571a", "x": "#2a78b5", "c": "#4c9a52"}  # even layers
+LIGHT = {"r": "#dd9468", "x": "#76abd3", "c": "#8abd8e"}  # odd ones
 NAMES = {"r": "read from the pool", "x": "copied from another rank", "c": "attention"}
 
 
@@ -168,32 +171,47 @@ def text_lines(answers: list[dict[str, Any]], first: float, last: float) -> list
     return lines
 
 
-def svg(answers: list[dict[str, Any]], first: float, last: float, title: str) -> str:
+@dataclass(frozen=True)
+class Canvas:
+    """Sizes of the picture, in its pixels."""
+
+    width: int = 1920
+    left: int = 340
+    right: int = 80
+    row: int = 44
+    gap: int = 30
+    top: int = 130
+
+
+def draw(answers: list[dict[str, Any]], first: float, last: float, title: str) -> Image.Image:
     """The same as a picture."""
-    width, left, height = 960, 130, 22
-    scale = (width - left - 20) / (last - first)
-    parts = []
+    at, big, small = Canvas(), ImageFont.load_default(30), ImageFont.load_default(24)
+    bottom = at.top + len(answers) * (2 * at.row + at.gap)
+    picture = Image.new("RGB", (at.width, bottom + 80), "white")
+    pen = ImageDraw.Draw(picture)
+    scale = (at.width - at.left - at.right) / (last - first)
+    pen.text((20, 24), title, fill="black", font=big)
+    steps = 5
+    for step in range(steps + 1):
+        x = at.left + (at.width - at.left - at.right) * step / steps
+        pen.line((x, at.top - 12, x, bottom - at.gap + 8), fill="#dddddd", width=2)
+        pen.text((x, at.top - 20), f"{(last - first) * 1e3 * step / steps:.0f} ms", fill="#555555", font=small, anchor="ms")
     for rank, answer in enumerate(answers):
-        top = 60 + rank * (2 * height + 14)
-        for row, name in enumerate(("loader", "engine")):
-            parts.append(f'<text x="10" y="{top + row * height + 15}">rank {rank} {name}</text>')
+        top = at.top + rank * (2 * at.row + at.gap)
+        for row, name in enumerate((f"reads {megabytes(answer['bytes'])}", "engine")):
+            pen.text((20, top + row * at.row + at.row / 2 - 3), f"rank {rank} {name}", fill="black", font=small, anchor="lm")
         for kind, layer, start, end in answer["spans"]:
-            y, x, long = top + (height if kind == "c" else 0), left + (start - first) * scale, max(0.7, (end - start) * scale)
-            shade = 1 - 0.5 * (layer % 2)
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y}" width="{long:.1f}" height="{height - 3}" fill="{COLORS[kind]}" fill-opacity="{shade}">'
-                f"<title>layer {layer}: {NAMES[kind]}, {(end - start) * 1e3:.2f} ms</title></rect>"
-            )
-    bottom = 60 + len(answers) * (2 * height + 14)
-    for at, (kind, name) in enumerate(NAMES.items()):
-        parts.append(f'<rect x="{left + at * 230}" y="{bottom + 8}" width="14" height="14" fill="{COLORS[kind]}"/>')
-        parts.append(f'<text x="{left + 20 + at * 230}" y="{bottom + 20}">{name}</text>')
-    head = f'<text x="10" y="24" font-size="15">{title}</text><text x="{left}" y="48">0</text>'
-    head += f'<text x="{width - 20}" y="48" text-anchor="end">{(last - first) * 1e3:.0f} ms</text>'
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 34}" font-family="sans-serif" font-size="12">'
-        f'<rect width="100%" height="100%" fill="white"/>{head}{"".join(parts)}</svg>\n'
-    )
+            y, x = top + (at.row if kind == "c" else 0), at.left + (start - first) * scale
+            color = COLORS[kind] if layer % 2 == 0 else LIGHT[kind]
+            right = max(x + 1, at.left + (end - first) * scale)
+            pen.rectangle((x, y, right, y + at.row - 7), fill=color)
+            if kind == "c" and right - x > 24:
+                pen.text(((x + right) / 2, y + (at.row - 7) / 2), str(layer), fill="white", font=small, anchor="mm")
+    for number, (kind, name) in enumerate(NAMES.items()):
+        x = at.left + number * 470
+        pen.rectangle((x, bottom + 18, x + 28, bottom + 46), fill=COLORS[kind])
+        pen.text((x + 42, bottom + 32), name, fill="black", font=small, anchor="lm")
+    return picture
 
 
 # -- the story ---------------------------------------------------------------------------------------------------------------------
@@ -256,7 +274,7 @@ def play(shape: Shape, socket: str, picture: str) -> bool:
         title = (
             f"{shape.ranks} ranks load {megabytes(shape.size_bytes)} on the CPU: each reads 1/{shape.ranks}, the rest comes from the others"
         )
-        Path(picture).write_text(svg(answers, first, last, title))
+        draw(answers, first, last, title).save(picture, format="PNG", optimize=True)
         print(f"The timeline as a picture: {picture}")
     return same
 
@@ -266,12 +284,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--pages", type=int, default=192)
-    parser.add_argument("--svg", default="", metavar="FILE", help="also draw the timeline")
+    parser.add_argument(
+        "--png", default=str(Path(tempfile.gettempdir()) / "umbp-demo-group.png"), metavar="FILE", help="where the timeline is drawn"
+    )
     given = parser.parse_args()
     shape = Shape(given.ranks, given.layers, given.pages)
     scratch = 8 * 2 * (20 << 20) * given.ranks  # one in eight bytes of a pool may be staging
     with PoolProcess(dram=str(max(scratch, 2 * shape.size_bytes))) as server:
-        sys.exit(0 if play(shape, server.socket, given.svg) else 1)
+        sys.exit(0 if play(shape, server.socket, given.png) else 1)
 
 
 if __name__ == "__main__":

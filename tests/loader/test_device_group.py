@@ -69,7 +69,7 @@ def load_all(group: Any, wanted: dict[int, list[int]], **options: Any) -> dict[i
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("world", "way"), [(2, "fused"), (4, "fused"), (2, "staged"), pytest.param(4, "staged", marks=SLOW)])
+@pytest.mark.parametrize(("world", "way"), [(2, "fused"), (3, "fused"), (2, "staged"), pytest.param(4, "staged", marks=SLOW)])
 def test_each_page_leaves_the_segment_once(server: PoolProcess, tenant: str, object_bytes: int, folder: str, world: int, way: str) -> None:
     options = {**PATIENT, "device": {"folder": folder}}
     with ranks(server.socket, tenant, world, way=way, **options) as group, umbp.connect(server.socket) as pool:
@@ -157,7 +157,8 @@ def accidents(server: PoolProcess, tenant: str, folder: str, world: int, way: st
     """As on the CPU, at points of the device's protocol: between any two launches, before the table, behind the announcement ..."""
     options = {"meet_seconds": 0.2, "patience_seconds": 0.2, "staging_bytes": 1 << 20, "device": {"folder": folder}}
     with umbp.connect(server.socket) as pool, ranks(server.socket, tenant, world, way=way, **options) as group:
-        course = Accidents(group, pool, seed, NUMBERS, (20.0, 20.0, 1.5))
+        course = Accidents(group, pool, seed, NUMBERS, (40.0, 40.0, 3.0))
+        course.slack = 15.0  # the interpreter takes a second for what a GPU does in 10 us, and more on a busy machine
         for run in range(runs):
             try:
                 course.run()
@@ -168,7 +169,7 @@ def accidents(server: PoolProcess, tenant: str, folder: str, world: int, way: st
 
 @pytest.mark.parametrize(("way", "seed"), [("fused", 1), ("staged", 2)])
 def test_whatever_happens_to_a_rank_the_other_has_its_bytes(server: PoolProcess, tenant: str, folder: str, way: str, seed: int) -> None:
-    accidents(server, tenant, folder, 2, way, seed, 3)
+    accidents(server, tenant, folder, 2, way, seed, 2)
 
 
 @pytest.mark.slow

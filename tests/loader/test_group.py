@@ -219,6 +219,7 @@ class Accidents:
         self.group = group
         self.numbers = numbers
         self.deadlines = deadlines
+        self.slack = SLACK_SECONDS
         self.pool = pool
         self.random = random.Random(seed)
 
@@ -253,8 +254,8 @@ class Accidents:
         where = f"{story}: rank {rank}: {answer}"
         assert answer["wrong"] == [], where
         assert answer["clean"], where
-        assert answer["seconds"] < deadline + SLACK_SECONDS, where
-        if deadline > 2 and not is_victim:
+        assert answer["seconds"] < deadline + self.slack, where
+        if deadline > 5 and not is_victim:
             assert answer["missing"] == [], where
 
     def recover(self, victim: int, what: str, deadline: float, story: str) -> None:
@@ -263,9 +264,9 @@ class Accidents:
         if what == "stop":
             # Where the point was not reached its load has ended and it is not stopped.
             if self.group.stopped(victim):
-                time.sleep(self.random.choice((0.0, 0.0, 0.05, deadline if deadline < 2 else 0.0)))
+                time.sleep(self.random.choice((0.0, 0.0, 0.05, deadline if deadline < 5 else 0.0)))
             child.signal(signal.SIGCONT)
-            self.judge(victim, self.group.hear(victim), 60.0 if deadline > 2 else deadline + 30.0, story, True)
+            self.judge(victim, self.group.hear(victim), 60.0 if deadline > 5 else deadline + 30.0, story, True)
         elif what == "kill":
             self.group.start(victim)
 
