@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from umbp.client import Lease, Namespace, Pool, connect
-from umbp.errors import ConfigError, LimitReached, Unavailable
+from umbp.errors import ConfigError, LimitReached, OutOfMemory, Unavailable
 from umbp.integrations import versions
 from umbp.layout import KEYS_PER_CALL_MAX, Layout
 from umbp.types import U8, Mask, ReadStatus
@@ -143,7 +143,8 @@ class Notes:
         if len(text) > NOTE_BYTES:
             raise ConfigError(f"a layout of {len(text)} bytes, at most {NOTE_BYTES}", field="kv_caches")
         self._namespace.remove(self._key(rank))
-        self._namespace.put(self._key(rank), [text.ljust(NOTE_BYTES)])
+        if (status := self._namespace.put(self._key(rank), [text.ljust(NOTE_BYTES)])).refused.any():
+            raise OutOfMemory(f"the pool has no room for a note of {NOTE_BYTES} bytes: {status}")
         self._namespace.pin(self._key(rank), note="vllm layout")
 
     def read_or_none(self, rank: int) -> list[BlockGroup] | None:

@@ -83,6 +83,7 @@ class Lookups:
         self._pool = connect(settings.address, client=f"vllm scheduler {settings.engine_id}"[:64])
         self._open: dict[Place, Namespace] = {}
         self._places: dict[str, Place | None] = {}
+        self._warned = False
 
     def __repr__(self) -> str:
         return f"<Lookups in {len(self._open)} namespaces>"
@@ -96,6 +97,9 @@ class Lookups:
 
     def lookup(self, keys: Sequence[str]) -> list[bool]:
         """Which blocks are stored; no call. Keys of ranks that share a copy are looked up once."""
+        if not self._open and not self._warned:
+            self._warned = True
+            log.warning("vLLM has not handed over its workers' layout: every block is a miss")
         found: Mask = np.zeros(len(keys), bool)
         known: dict[tuple[Place, bytes], Mask] = {}
         for prefix, indices, hashes in split(keys):

@@ -6,18 +6,23 @@ import json
 import subprocess
 import sys
 
-from tests.engines.vllm.world import CONNECTOR, Options, World, prompt
+import umbp
+from tests.engines.vllm.world import CONNECTOR, Options, Worker, World, prompt
 
 SAYS = "engine says "
 OFFLOADING = {"kv_connector": "OffloadingConnector"}
 SPEC = {"spec_name": "UMBPOffloadingSpec", "spec_module_path": "umbp.integrations.vllm_offloading"}
 
 
+def loaders(worker: Worker) -> list[umbp.Loader]:
+    """Those of one rank, behind either connector."""
+    half = worker.connector.connector_worker
+    return list((half.runtime if hasattr(half, "runtime") else half.worker)._loaders.values())
+
+
 def stored_bytes(world: World) -> int:
     """What all ranks have read out of their tensors to store it."""
-    halves = [worker.connector.connector_worker for worker in world.workers]
-    movers = [half.runtime if hasattr(half, "runtime") else half.worker for half in halves]
-    return sum(loader.statistics().offloaded_bytes for mover in movers for loader in mover._loaders.values())
+    return sum(loader.statistics().offloaded_bytes for worker in world.workers for loader in loaders(worker))
 
 
 class EngineProcess:

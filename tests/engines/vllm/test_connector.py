@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,24 @@ def test_prefill_in_pieces_is_one_chain(options: Options) -> None:
         world.serve("a", prompt(1, 7))
         hashes = world.requests["a"].block_hashes
         assert parents == [None, hashes[2], hashes[5]]
+
+
+def test_lookups_in_a_thread_of_their_own_find_the_same(options: Options) -> None:
+    with World(replace(options, kind="hybrid", extra={**options.extra, "lookup_async": True})) as world:
+        assert world.serve("a", prompt(1, 5)) == (0, 5 * BLOCK + 3)
+        world.drop()
+        assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("full", 1), ("hybrid", 2)])
+def test_a_request_is_noted_once_however_often_it_is_looked_at(options: Options, kind: str, groups: int, tmp_path: Path) -> None:
+    with World(replace(options, kind=kind, blocks=14, events=f"ipc://{tmp_path}/events")) as world:
+        link = lookups(world)._pool._link
+        for number in range(4):  # too many at once: some wait, and are looked at in every step
+            world.add(f"{number}", prompt(number, 5))
+        world.run()
+        assert link.statistics.notes_sent + link.notes_kept() == 4 * groups
+        assert link.statistics.notes_dropped == 0
 
 
 def test_new_weights_leave_nothing(options: Options) -> None:

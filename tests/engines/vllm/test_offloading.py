@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.config import ModelConfig
 
 from tests.engines.vllm.engine import OFFLOADING, SPEC, EngineProcess, stored_bytes
 from tests.engines.vllm.world import BLOCK, Options, World, prompt
@@ -105,6 +106,18 @@ def test_ranks_and_stages_need_each_others_blocks(options: Options, tp: int, pp:
         world.drop()
         forget(world, "a", 2, rank=1)
         assert world.serve("c", prompt(1, 5)) == (2 * BLOCK, 3 * BLOCK + 3)
+
+
+def test_ranks_with_the_same_kv_store_one_copy(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ModelConfig, "use_mla", True)  # the model here is none; vLLM asks it
+    monkeypatch.setenv("UMBP_LOAD", "staged")
+    with PoolProcess(dram="512MiB") as pool, World(replace(options, pool=pool.socket, kind="mla", tp=2)) as world:
+        world.serve("a", prompt(1, 20))
+        assert stored_bytes(world) == 20 * sum(cache.shape[1] for cache in world.workers[0].caches.values())
+        assert [len(namespaces) for namespaces in catalog(world)._open.values()] == [1]
+        world.drop()
+        assert world.serve("b", prompt(1, 20)) == (20 * BLOCK, 3)
+        assert [mover(world, rank)._loaders[0].statistics().staged_loads for rank in range(2)] == [1, 1]
 
 
 def test_preempted_requests_end_well(options: Options) -> None:

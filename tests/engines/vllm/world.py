@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -147,28 +148,38 @@ class Worker:
     def bytes_of(self, layer: str, prefix: bytes) -> torch.Tensor:
         """What a block of this layer holds at the end of this prefix. MLA ranks hold the same."""
         holder = 0 if self.options.kind == "mla" else self.rank % self.options.tp
-        seed = int.from_bytes(hashlib.sha256(prefix + f"{layer} {holder}".encode()).digest()[:8], "little")
-        width = self.caches[layer].shape[1]
-        return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, width, dtype=np.uint8))
+        return made_of(layer, holder, prefix, self.caches[layer].shape[1])
 
     def forward(self, batch: list[tuple[tuple[list[int], ...], list[int], int, int]]) -> None:
         """``batch``: block table of each group, tokens, from, to."""
         self.wrong.clear()
+        prefixes = [prefixes_of(tokens, end) for _, tokens, _, end in batch]
         for layer in sorted(self.caches, key=lambda name: int(name.split(".")[2])):
             self.connector.wait_for_layer_load(layer)
             group = next(number for number, names in enumerate(self.groups) if layer in names)
-            for tables, tokens, start, end in batch:
-                table = tables[group]
-                for index, block in enumerate(table[: -(-end // BLOCK)]):
+            for (tables, _, start, _), ends in zip(batch, prefixes, strict=True):
+                for block, (last, prefix) in zip(tables[group], ends, strict=False):
                     if not block:  # the null block: out of the window
                         continue
-                    last = min((index + 1) * BLOCK, end)
-                    made = self.bytes_of(layer, np.array(tokens[:last], np.uint32).tobytes())
+                    made = self.bytes_of(layer, prefix)
                     if last > start:
                         self.caches[layer][block] = made
                     elif not torch.equal(self.caches[layer][block], made):
                         self.wrong.add(block)
             self.connector.save_kv_layer(layer, self.caches[layer], None)
+
+
+def prefixes_of(tokens: list[int], end: int) -> list[tuple[int, bytes]]:
+    """For each block up to ``end`` tokens: where it ends, and a digest of all up to there."""
+    data, ends = np.array(tokens[:end], np.uint32).tobytes(), [min(at + BLOCK, end) for at in range(0, end, BLOCK)]
+    return [(last, hashlib.sha256(data[: 4 * last]).digest()) for last in ends]
+
+
+@lru_cache(1 << 16)
+def made_of(layer: str, holder: int, prefix: bytes, width: int) -> torch.Tensor:
+    """Bytes that differ for each layer, holder and prefix."""
+    seed = int.from_bytes(hashlib.sha256(prefix + f"{layer} {holder}".encode()).digest()[:8], "little")
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, width, dtype=np.uint8))
 
 
 @dataclass
