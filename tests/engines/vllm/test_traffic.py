@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from tests.engines.vllm.engine import OFFLOADING, SPEC, loaders
 from tests.engines.vllm.world import BLOCK, VOCABULARY, Options, World
 from tests.pools import PoolProcess
