@@ -157,7 +157,8 @@ class Engine:
             time.sleep(0.002)
 
     def drop(self, tokens: int = 1 << 20) -> None:
-        """Everything leaves the device, and what was there is overwritten."""
+        """Everything leaves the device, and what was there is overwritten; so nothing may be on its way from there."""
+        self.settle()
         self.cache.evict(EvictParams(num_tokens=tokens, **self.model.evict_more()))
         self.model.wipe(self.kvcache)
 
