@@ -29,6 +29,7 @@ __all__ = [
     "Address",
     "Option",
     "PoolConfig",
+    "SsdFolder",
     "default_socket",
     "format_size",
     "load_pool_config",
@@ -39,6 +40,8 @@ __all__ = [
 ]
 
 DRAM_BYTES_MIN = 1 << 20  # a smaller pool is a mistake of units
+SSD_BYTES_MIN = 16 << 20
+SSD_FOLDERS_MAX = 64
 
 # Variables that begin with UMBP_ and are no field of the pool: those of clients, the folder of sockets, the scripts' switches.
 POOL_VARIABLE, RUNTIME_DIR_VARIABLE = "UMBP_POOL", "UMBP_RUNTIME_DIR"
@@ -71,6 +74,29 @@ def _numa(text: str, field: str) -> str:
     raise ConfigError(f"{quoted(text)} is none of auto, off, interleave or the number of a node", field=field, example="auto")
 
 
+@dataclass(frozen=True, slots=True)
+class SsdFolder:
+    """A folder for pages, and the most bytes that all its files may take."""
+
+    path: str
+    size_bytes: int
+
+
+def _ssd_folders(text: str, field: str) -> tuple[SsdFolder, ...]:
+    """PATH:SIZE, several with commas between them."""
+    found: list[SsdFolder] = []
+    for part in text.split(","):
+        where, colon, size = part.strip().rpartition(":")
+        if not colon or not where:
+            raise ConfigError(f"{quoted(part)} is not PATH:SIZE", field=field, example="/nvme0/umbp:2TiB")
+        found.append(SsdFolder(_path(where, field), parse_size(size, field)))
+    if len({os.path.realpath(folder.path) for folder in found}) < len(found):
+        raise ConfigError("a folder is given twice", field=field, example="/nvme0/umbp:2TiB,/nvme1/umbp:2TiB")
+    if len(found) > SSD_FOLDERS_MAX:
+        raise ConfigError(f"{len(found)} folders, at most {SSD_FOLDERS_MAX}", field=field)
+    return tuple(found)
+
+
 def _address(text: str, field: str) -> Address:
     address = parse_address(text, field)
     if address.is_unix:
@@ -90,6 +116,19 @@ class PoolConfig:
     hugepages: str = _option("Memory", _choice("auto", "off", "on"), "auto", "auto", "2 MiB pages: auto, off, on")
     numa: str = _option("Memory", _numa, "auto", "interleave", "auto, off, interleave, or the number of a node")
     prefault_threads: int | None = _option("Memory", _or_auto(_count(1, 256)), "auto", "4", "threads that fault memory in at start")
+    ssd: tuple[SsdFolder, ...] = _option(
+        "SSD", _ssd_folders, "", "/nvme0/umbp:2TiB", "folder and most bytes of its files; may be given several times", (), several=True
+    )
+    ssd_policy: str = _option(
+        "SSD", _choice("write_behind", "on_evict", "off"), "write_behind", "on_evict", "copied when committed, when about to go, or not"
+    )
+    ssd_admission: str = _option("SSD", _policy_name, "second_touch", "always", "the policy that says what is worth writing")
+    ssd_eviction: str = _option("SSD", _policy_name, "lru", "lru", "the policy that says what goes")
+    ssd_cleaning: str = _option("SSD", _policy_name, "cost_benefit", "greedy", "the policy that says which file is cleaned")
+    ssd_striping: str = _option("SSD", _policy_name, "even", "fill", "the policy that says which folder is written to")
+    ssd_write_max: int | None = _option("SSD", parse_size, "", "10TiB", "most bytes written a day, over all folders", None)
+    ssd_clean_rate: int = _option("SSD", parse_size, "256MiB", "256MiB", "bytes a second that cleaning may read and write, a folder")
+    ssd_keys_max: int | None = _option("SSD", _or_auto(_count(1, 1 << 24)), "auto", "1000000", "pages on SSD; auto: by size")
     socket: str = _option("Listening", _socket_path, "", "/run/umbp/a.sock", "Unix socket (0600) [NAME.sock in the runtime folder]")
     http: Address = _option("Listening", parse_address, "127.0.0.1:0", "127.0.0.1:7411", "REST and metrics; port 0: any free one")  # noqa: RUF009 (frozen)
     master: tuple[Address, ...] = _option("Cluster", urls, "", "10.0.0.1:7410", "URLs of the masters, with commas [its own, embedded]", ())
@@ -128,6 +167,10 @@ class PoolConfig:
         if not self.watermark_low < self.watermark_high:
             why = f"{self.watermark_low} is not below watermark_high, {self.watermark_high}"
             raise ConfigError(why, field="watermark_low", example="0.90 with watermark_high 0.95")
+        for folder in self.ssd:
+            if folder.size_bytes < SSD_BYTES_MIN:
+                why = f"{folder.path} with {format_size(folder.size_bytes)} is less than {format_size(SSD_BYTES_MIN)}"
+                raise ConfigError(why, field="ssd", example="/nvme0/umbp:2TiB")
         for name in ("lease_seconds", "reservation_seconds"):
             if not getattr(self, name) > 0:
                 raise ConfigError("must be longer than zero", field=name, example="10s")

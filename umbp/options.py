@@ -38,11 +38,12 @@ class Option:
     default: str
     example: str
     about: str
+    several: bool = False  # the flag may be given more than once: as if all were one text with commas
 
 
-def option(group: str, parse: Parser, default: str, example: str, about: str, unset: Any = "") -> Any:
+def option(group: str, parse: Parser, default: str, example: str, about: str, unset: Any = "", *, several: bool = False) -> Any:
     """A field of a configuration; ``unset`` is its value where it has no default and nobody sets it."""
-    row = Option(group, parse, default, example, about)
+    row = Option(group, parse, default, example, about, several)
     value = parse(default, "default") if default else unset
     return dataclasses.field(default=value, metadata={"option": row}, repr=group != "Access")  # secrets stay out of logs
 
@@ -150,6 +151,12 @@ class _FlagParser(argparse.ArgumentParser):
         raise ConfigError(message, example=str(self.epilog).removeprefix("For example: "))
 
 
+class _Joined(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if before is None else f"{before},{values}")
+
+
 def _flags(program: Program) -> argparse.ArgumentParser:
     variable, key = _variable(program.example.split()[0].lstrip("-")), program.example.split()[0].lstrip("-")
     parser = _FlagParser(
@@ -165,7 +172,8 @@ def _flags(program: Program) -> argparse.ArgumentParser:
     groups = {title: parser.add_argument_group(title) for title in dict.fromkeys(row.group for row in program.options.values())}
     for name, row in program.options.items():
         about = f"{row.about} [{row.default}]" if row.default else row.about
-        groups[row.group].add_argument(_flag(name), metavar=row.example, help=about.replace("%", "%%"))
+        action = _Joined if row.several else "store"
+        groups[row.group].add_argument(_flag(name), metavar=row.example, help=about.replace("%", "%%"), action=action)
     return parser
 
 

@@ -297,7 +297,10 @@ Request: TypeAlias = (
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The session is open. ``segment`` is the path of the shared-memory file; ``fetches``: pages may be had from elsewhere than DRAM."""
+    """The session is open. ``segment`` is the path of the shared-memory file; ``fetches``: pages may be had from elsewhere than DRAM.
+
+    ``ssd`` is the path of the SSD tier's index, where there is one; ``far``: pages may be had from other nodes.
+    """
 
     session: int
     boot: int
@@ -308,6 +311,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     reservation_seconds: float
     checksum: str
     fetches: bool = False
+    ssd: str = ""
+    far: bool = False
 
 
 class NamespaceOpened(Message, frozen=True, tag="namespace"):

@@ -38,6 +38,7 @@ class FakeNode:
         rows, counter = np.zeros((16, 256), np.uint64), np.zeros(1, np.uint64)
         self.pool = Pool(table, rows, counter, capacity, Limits(**limits), eviction=eviction, admission="always")
         self.fetching = Fetching(self.pool, np.zeros(0, np.uint8), self.now, self.wake, ())
+        self.ssd = None
         self.shelf = SimpleNamespace(granted_pages=0, stale_pages=0)
         self.config = PoolConfig(token=token, socket="/run/umbp/default.sock", http=Address(http, 7411))
         self.metrics = Metrics(lambda: readings(self))

@@ -51,6 +51,7 @@ def status_grid(status: dict[str, Any]) -> Table:
         ),
         ("policies", cell(f"eviction {status['eviction']}, admission {status['admission']}, checksums {limits['checksum']}")),
     ]
+    rows += [("ssd" if not at else "", line) for at, line in enumerate(_ssd(status["ssd"]))] if status.get("ssd") else []
     rows += [("unhealthy", cell(line, "red")) for line in status["unhealthy"]]
     rows += [("note", cell(line, "yellow")) for line in status["warnings"]]
     for name, text in rows:
@@ -66,6 +67,24 @@ def _memory(status: dict[str, Any]) -> Text:
     bar = Text("█" * filled, colour) + Text("░" * (BAR_CELLS - filled), "dim")
     largest = format_size(status["largest_free_run_bytes"])
     return bar + cell(f"  {format_size(used)} of {format_size(capacity)} ({share(used, capacity)}), largest free run {largest}")
+
+
+def _ssd(ssd: dict[str, Any]) -> list[Text]:
+    """The SSD tier: a line about all of it, and one a disk."""
+    cap = f" of {format_size(ssd['write_max_bytes'])}" if ssd["write_max_bytes"] else ""
+    used, capacity = ssd["used_bytes"], ssd["capacity_bytes"]
+    lines = [
+        cell(
+            f"{format_size(used)} of {format_size(capacity)} ({share(used, capacity)}), {ssd['keys']:,} keys, "
+            f"{format_size(ssd['written_today_bytes'])}{cap} written today, {ssd['waiting']:,} pages wait ({ssd['policy']})"
+        )
+    ]
+    for disk in ssd["disks"]:
+        state = "does not answer" if disk["stalled"] else disk["state"]
+        fault = f": {disk['fault']}" if disk["fault"] else ""
+        sizes = f"{format_size(disk['used_bytes'])} in {format_size(disk['file_bytes'])} of files of {format_size(disk['limit_bytes'])}"
+        lines.append(cell(f"{disk['path']}  {state}{fault}  {sizes}", "" if state == "up" else "red"))
+    return lines
 
 
 def _hidden(status: dict[str, Any]) -> str:

@@ -28,6 +28,7 @@ from umbp.client.operations import Operations
 from umbp.client.steps import Operation, Pause, Send
 from umbp.errors import InvalidRequest, UmbpError, Unavailable
 from umbp.layout import as_keys
+from umbp.store.index import key_words, place_word
 from umbp.types import I64, NOWHERE, PENDING, U8, Mask, PrefetchState, ReadStatus, Statuses, Tier
 
 FETCH_SECONDS = 2.0  # a prefill computes some 10 pages in this time: who has not come by then is better recomputed
@@ -164,7 +165,11 @@ def locate(operations: Operations, keys: Any) -> Operation[U8]:
         return tiers
     tiers[look.found.hit] = Tier.DRAM
     absent = np.flatnonzero(~look.found.hit)
-    if look.bond.fetches:
+    if look.bond.ssd is not None and len(absent):
+        on_ssd = look.bond.ssd.find(key_words(array[absent]), look.number, place_word(look.number, operations.object_bytes)).hit
+        tiers[absent[on_ssd]] = Tier.SSD
+        absent = absent[~on_ssd]
+    if look.bond.far or (look.bond.fetches and look.bond.ssd is None):
         for start in range(0, len(absent), wire.LARGE_BATCH_MAX):
             part = absent[start : start + wire.LARGE_BATCH_MAX]
             try:

@@ -35,7 +35,7 @@ from umbp import wire
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
 from umbp.errors import InvalidRequest, SegmentError, Unavailable
 from umbp.layout import Namespace
-from umbp.store import memory, segment
+from umbp.store import memory, segment, ssd_table
 from umbp.store.index import Found, IndexReader
 from umbp.store.segment import H_BOOT, Segment
 from umbp.types import U8, U64
@@ -69,6 +69,8 @@ class Bond:
     namespaces: U64
     data: U8
     fetches: bool = False  # pages that are not in DRAM may be had from elsewhere
+    ssd: IndexReader | None = None  # the index of this node's SSD tier
+    far: bool = False  # and from other nodes
 
     def call(self, message: wire.Message, *arrays: Any, seconds: float = CALL_SECONDS_MAX) -> Call:
         """A request that counts under this bond only."""
@@ -181,7 +183,7 @@ class Link:
         found = self.segment
         with self._lock:  # last: whoever sees the new bond sees the new rows
             views = (found.reader(), found.words, found.namespaces, found.data.array)
-            self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, reply.fetches)
+            self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, reply.fetches, self._ssd_index(reply), reply.far)
         self.up = True
 
     def open_namespace(self, opened: Opened) -> Operation[None]:
@@ -354,6 +356,18 @@ class Link:
         # The first pass over pages that are not in this process's page tables costs twice a warm one, so they are entered ahead of use.
         threading.Thread(target=_populate, args=(found,), name="umbp-populate", daemon=True).start()
         return True
+
+    @staticmethod
+    def _ssd_index(welcome: wire.Welcome) -> IndexReader | None:
+        """The index of the SSD tier; without it where pages are is asked by a call."""
+        if not welcome.ssd:
+            return None
+        try:
+            return ssd_table.reader(
+                os.path.join(os.environ.get("UMBP_SHM_DIR", os.path.dirname(welcome.ssd)), os.path.basename(welcome.ssd))
+            )
+        except (OSError, SegmentError):
+            return None
 
     def unmap(self) -> None:
         """Let the mapping go; views that are still held keep theirs."""

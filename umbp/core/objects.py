@@ -16,6 +16,7 @@ An account with a negative row is a limbo: what it holds belongs to no namespace
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,6 +80,7 @@ class Account:
     evicted_keys: int = 0
     evicted_for_quota_keys: int = 0
     stored_keys: int = 0
+    ssd_bytes: int = 0  # of its pages on SSD, where there is one
     refused: dict[str, int] = field(default_factory=dict)
 
 
@@ -120,6 +122,7 @@ class Objects:
         self.allocator = allocator
         self.policy = policy
         self.outbox = Outbox(table.entries)  # what a master has still to hear of
+        self.fresh: deque[I64] | None = None  # commits that an SSD tier has still to see, where there is one
         self._untold: list[Inserted] = []  # commits that the policy has still to hear of, in order
         self.state: U8 = np.zeros(n, np.uint8)
         self.leases: I32 = np.zeros(n, np.int32)
@@ -179,6 +182,8 @@ class Objects:
         known = np.where(alive, parents.ids, -1).astype(np.int32)
         self._untold.append(Inserted(now, ids.astype(np.int32), known, fingerprints))
         self.outbox.came(ids)
+        if self.fresh is not None:
+            self.fresh.append(ids)
 
     def policy_now(self) -> EvictionPolicy:
         """The eviction policy, told of all commits. It learns of them late, since the writer that waits for its answer needs not."""

@@ -217,7 +217,7 @@ class Pool:
         free = np.flatnonzero(self.rows[:, 0] == 0)
         if len(free):
             return int(free[0])
-        for row, state in self.namespaces.items():
+        for row, state in sorted(self.namespaces.items(), key=lambda item: item[1].account.ssd_bytes):  # what is on SSD alone goes last
             if not state.sessions and not state.account.held_bytes and not state.account.quota_bytes:
                 del self.namespaces[row], self.by_digest[state.digest], self.objects.accounts[row]
                 self.rows[row, 0] = 0

@@ -14,6 +14,8 @@ from umbp.core.pool import NamespaceState, Pool
 from umbp.master.documents import PolicyDocument
 from umbp.policies.base import EVICTION, names
 from umbp.pool.node import Node, State
+from umbp.pool.ssd import SsdSide
+from umbp.store.ssd_drive import Drive
 
 # The largest ones; /v1/namespaces has them all. A session is sent the status as one header of 64 KiB, and one of these takes up to 2.5 KiB.
 STATUS_NAMESPACES_MAX = 20
@@ -59,7 +61,8 @@ class Links(Document, frozen=True):
 class NamespaceDocument(Document, frozen=True):
     """A namespace. ``row`` and any 8 or more digits of ``digest`` name it in paths; ``id`` is its label in metrics.
 
-    ``held_bytes`` are the bytes of its objects, those being written and those still leased after their removal included.
+    ``held_bytes`` are the bytes of its objects in DRAM, those being written and those still leased after their removal included;
+    ``ssd_bytes`` those on SSD. The quota holds for each of both.
     """
 
     row: int
@@ -75,6 +78,7 @@ class NamespaceDocument(Document, frozen=True):
     evicted_for_quota_keys: int
     refused: dict[str, int]
     sessions: int
+    ssd_bytes: int
 
 
 class Namespaces(Document, frozen=True):
@@ -115,6 +119,7 @@ def namespace_document(state: NamespaceState) -> NamespaceDocument:
         evicted_for_quota_keys=account.evicted_for_quota_keys,
         refused=dict(account.refused),
         sessions=len(state.sessions),
+        ssd_bytes=account.ssd_bytes,
     )
 
 
@@ -159,6 +164,104 @@ class Counts(Document, frozen=True):
     reservations_expired: int
 
 
+class DiskDocument(Document, frozen=True):
+    """One folder of the SSD tier. ``state``: up, reading (it cannot be written now), away; ``stalled``: it does not answer."""
+
+    path: str
+    state: str
+    stalled: bool
+    fault: str
+    limit_bytes: int
+    file_bytes: int
+    used_bytes: int
+    keys: int
+    direct: bool
+    read_bytes: int
+    written_bytes: int
+    read_errors: int
+    write_errors: int
+
+
+class SsdDocument(Document, frozen=True):
+    """The SSD tier. ``written_today_bytes`` of ``write_max_bytes`` (0: no cap); pages ``waiting`` to be written; counts since this boot."""
+
+    policy: str
+    admission: str
+    eviction: str
+    capacity_bytes: int
+    used_bytes: int
+    keys: int
+    keys_max: int
+    written_today_bytes: int
+    write_max_bytes: int
+    waiting: int
+    hits: int
+    stored_keys: int
+    evicted_keys: int
+    removed_keys: int
+    damaged_keys: int
+    unreadable_keys: int
+    not_admitted_keys: int
+    capped_keys: int
+    unwritten_keys: int
+    dropped_keys: int
+    cleaned_bytes: int
+    found_keys: int
+    orphans: int
+    torn: int
+    disks: list[DiskDocument]
+
+
+def ssd_document(side: SsdSide) -> SsdDocument:
+    tier, counters = side.tier, side.tier.counters
+    return SsdDocument(
+        policy=side.policy,
+        admission=side.config.ssd_admission,
+        eviction=side.config.ssd_eviction,
+        capacity_bytes=tier.capacity_bytes,
+        used_bytes=tier.used_bytes,
+        keys=tier.catalog.count,
+        keys_max=len(tier.catalog.table.entries),
+        written_today_bytes=tier.ledger.today(),
+        write_max_bytes=tier.ledger.day_bytes_max,
+        waiting=side.queue.count,
+        hits=counters.hits,
+        stored_keys=counters.stored,
+        evicted_keys=counters.evicted,
+        removed_keys=counters.removed,
+        damaged_keys=counters.damaged,
+        unreadable_keys=counters.unreadable,
+        not_admitted_keys=side.not_admitted,
+        capped_keys=counters.capped,
+        unwritten_keys=side.queue.dropped,
+        dropped_keys=counters.dropped,
+        cleaned_bytes=counters.cleaned_bytes,
+        found_keys=counters.found_pages,
+        orphans=counters.orphans,
+        torn=counters.torn,
+        disks=[_disk_document(drive, side.now()) for drive in tier.drives],
+    )
+
+
+def _disk_document(drive: Drive, now: float) -> DiskDocument:
+    files = list(drive.folder.files.values())
+    return DiskDocument(
+        path=drive.path,
+        state=drive.state,
+        stalled=drive.stalled(now),
+        fault=drive.fault,
+        limit_bytes=drive.size_bytes,
+        file_bytes=len(files) * drive.folder.segment_bytes,
+        used_bytes=sum(file.live_bytes for file in files),
+        keys=sum(file.live_pages for file in files),
+        direct=drive.folder.direct,
+        read_bytes=drive.read_bytes,
+        written_bytes=drive.written_bytes,
+        read_errors=drive.read_errors,
+        write_errors=drive.write_errors,
+    )
+
+
 class Status(Document, frozen=True):
     """All about this pool at one moment. Objects ``removed_but_leased`` and ``abandoned`` keep their memory though nobody finds them."""
 
@@ -195,6 +298,7 @@ class Status(Document, frozen=True):
     admission: str
     namespaces_total: int
     namespaces: list[NamespaceDocument]
+    ssd: SsdDocument | None
 
 
 def status_document(node: Node) -> Status:
@@ -236,6 +340,7 @@ def status_document(node: Node) -> Status:
         admission=pool.admission_name,
         namespaces_total=len(pool.namespaces),
         namespaces=[namespace_document(state) for state in largest],
+        ssd=ssd_document(node.ssd) if node.ssd else None,
     )
 
 

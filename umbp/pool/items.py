@@ -9,9 +9,10 @@ import numpy as np
 
 from umbp.admin.api import Document
 from umbp.core.leases import Pin
+from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.pool.node import Node, SessionFacts
-from umbp.store.index import W_SUM, W_VERSION, key_words
+from umbp.store.index import W_SUM, W_VERSION, key_words, place_word
 from umbp.types import I64, U64
 
 # -- keys --------------------------------------------------------------------------------------------------------------------------
@@ -21,7 +22,7 @@ class Location(Document, frozen=True):
     """One copy of an object. ``idle_seconds`` since it was last asked for, ``hits`` since it was stored."""
 
     node: str
-    tier: Literal["dram"]
+    tier: Literal["dram", "ssd"]
     bytes: int
     version: int
     leases: int
@@ -105,6 +106,31 @@ def key_documents(node: Node, ids: I64) -> list[KeyDocument]:
             ],
         )
         for i, key in zip(ids.tolist(), key_texts(pool, ids), strict=True)
+    ]
+
+
+def ssd_locations(node: Node, account: Account, key: str) -> list[Location]:
+    """The copy of a key on SSD: one or none."""
+    if not node.ssd:
+        return []
+    catalog, now = node.ssd.tier.catalog, node.now()
+    found = catalog.table.find(words_of(key), account.number, place_word(account.number, account.object_bytes))
+    if not found.hit[0]:
+        return []
+    entry = int(found.ids[0])
+    return [
+        Location(
+            node=node.name,
+            tier="ssd",
+            bytes=account.object_bytes,
+            version=int(found.versions[0]),
+            leases=0,
+            pins=0,
+            age_seconds=max(0.0, now - float(catalog.written_at[entry])),
+            idle_seconds=max(0.0, now - float(catalog.accessed_at[entry])),
+            hits=0,
+            checksum=True,
+        )
     ]
 
 

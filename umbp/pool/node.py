@@ -12,6 +12,7 @@ from umbp.metrics import Metrics
 from umbp.pool.cluster import ClusterSide
 from umbp.pool.fetching import Fetching
 from umbp.pool.shelf import PoolShelf
+from umbp.pool.ssd import SsdSide
 
 State: TypeAlias = Literal["starting", "ready", "stopping"]
 
@@ -43,6 +44,8 @@ class Node(Protocol):
     def fetching(self) -> Fetching: ...
     @property
     def shelf(self) -> PoolShelf: ...
+    @property
+    def ssd(self) -> SsdSide | None: ...
     @property
     def config(self) -> PoolConfig: ...
     @property

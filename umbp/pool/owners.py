@@ -20,6 +20,7 @@ from umbp.core.pool import Pool
 from umbp.errors import InvalidRequest, LimitReached
 from umbp.pool.fetching import Fetching
 from umbp.pool.meetings import Meetings
+from umbp.pool.ssd import SsdSide
 from umbp.store.segment import Segment, held
 from umbp.types import I64, U64
 
@@ -33,6 +34,7 @@ class Server(Protocol):
     meetings: Meetings
     fetching: Fetching
     segment: Segment
+    ssd: SsdSide | None
     name: str
 
     def now(self) -> float: ...

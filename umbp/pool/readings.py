@@ -13,7 +13,7 @@ from umbp.core.objects import LIVE, ORPHAN, RESERVED, ZOMBIE
 from umbp.core.pool import Pool
 from umbp.errors import Unavailable
 from umbp.metrics import Definition, Reading
-from umbp.pool.documents import short
+from umbp.pool.documents import SsdDocument, short, ssd_document
 from umbp.pool.node import Node
 
 NAMESPACE_ROWS_MAX = 256  # about 10 series each
@@ -69,6 +69,19 @@ FETCH_MERGED = _counter("umbp_fetch_merged_pages_total", "Pages that were asked 
 GRANTED = _counter("umbp_granted_pages_total", "Pages that other nodes were given to read.")
 STALE = _counter("umbp_granted_stale_pages_total", "Pages refused after they were read, as they might have changed meanwhile.")
 
+DISK_STATE = _gauge("umbp_ssd_state", "1 for the state that a disk is in.", "path", "state")
+DISK_USED = _gauge("umbp_ssd_used_bytes", "Bytes of pages on a disk.", "path")
+DISK_FILES = _gauge("umbp_ssd_file_bytes", "Bytes of files on a disk.", "path")
+DISK_READ = _counter("umbp_ssd_read_bytes_total", "Bytes of pages read from a disk.", "path")
+DISK_WRITTEN = _counter("umbp_ssd_written_bytes_total", "Bytes written to a disk.", "path")
+DISK_ERRORS = _counter("umbp_ssd_errors_total", "Reads of pages and writes that failed.", "path", "op")
+SSD_KEYS = _gauge("umbp_ssd_keys", "Keys on SSD.")
+SSD_WAITING = _gauge("umbp_ssd_waiting_pages", "Pages that wait to be written to SSD.")
+SSD_TODAY = _gauge("umbp_ssd_written_today_bytes", "Bytes written to SSD on this day (UTC).")
+SSD_PAGES = _counter("umbp_ssd_pages_total", "Pages, by what became of them on SSD.", "what")
+SSD_CLEANED = _counter("umbp_ssd_cleaned_bytes_total", "Bytes written once more by cleaning.")
+
+NS_SSD = _gauge("umbp_namespace_ssd_bytes", "Bytes of a namespace's pages on SSD.", *BY_NAMESPACE)
 NS_HELD = _gauge("umbp_namespace_held_bytes", "Bytes of a namespace's objects.", *BY_NAMESPACE)
 NS_KEYS = _gauge("umbp_namespace_keys", "Keys of a namespace.", *BY_NAMESPACE)
 NS_QUOTA = _gauge("umbp_namespace_quota_bytes", "Quota; absent where there is none.", *BY_NAMESPACE)
@@ -92,6 +105,8 @@ def readings(node: Node) -> Iterator[Reading]:
     yield from _counters(pool)
     yield from _fetches(node)
     yield from _namespaces(pool)
+    if node.ssd:
+        yield from _ssd(ssd_document(node.ssd))
 
 
 def _gauges(pool: Pool) -> Iterator[Reading]:
@@ -148,6 +163,28 @@ def _fetches(node: Node) -> Iterator[Reading]:
         yield Reading(FETCH_FAILED, counts.refused, (source, "no_room"))
 
 
+def _ssd(ssd: SsdDocument) -> Iterator[Reading]:
+    yield Reading(CAPACITY, ssd.capacity_bytes, ("ssd",))
+    yield Reading(USED, ssd.used_bytes, ("ssd",))
+    yield Reading(SSD_KEYS, ssd.keys)
+    yield Reading(SSD_WAITING, ssd.waiting)
+    yield Reading(SSD_TODAY, ssd.written_today_bytes)
+    yield Reading(SSD_CLEANED, ssd.cleaned_bytes)
+    for what in ("stored", "evicted", "removed", "damaged", "unreadable", "not_admitted", "capped", "unwritten", "dropped"):
+        yield Reading(SSD_PAGES, getattr(ssd, f"{what}_keys"), (what,))
+    yield Reading(SSD_PAGES, ssd.hits, ("read",))
+    for disk in ssd.disks:
+        path = (disk.path,)
+        for state in ("up", "reading", "away", "stalled"):
+            yield Reading(DISK_STATE, float(disk.stalled if state == "stalled" else disk.state == state), (disk.path, state))
+        yield Reading(DISK_USED, disk.used_bytes, path)
+        yield Reading(DISK_FILES, disk.file_bytes, path)
+        yield Reading(DISK_READ, disk.read_bytes, path)
+        yield Reading(DISK_WRITTEN, disk.written_bytes, path)
+        yield Reading(DISK_ERRORS, disk.read_errors, (disk.path, "read"))
+        yield Reading(DISK_ERRORS, disk.write_errors, (disk.path, "write"))
+
+
 def _namespaces(pool: Pool) -> Iterator[Reading]:
     for row, state in pool.namespaces.items():
         if row >= NAMESPACE_ROWS_MAX:
@@ -155,6 +192,7 @@ def _namespaces(pool: Pool) -> Iterator[Reading]:
         account, label = state.account, (str(row), short(state))
         yield Reading(NS_HELD, account.held_bytes, label)
         yield Reading(NS_KEYS, account.live_keys, label)
+        yield Reading(NS_SSD, account.ssd_bytes, label)
         if account.quota_bytes:
             yield Reading(NS_QUOTA, account.quota_bytes, label)
         yield Reading(NS_STORED, account.stored_keys, label)

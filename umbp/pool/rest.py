@@ -212,14 +212,19 @@ class Handlers:
         pool = self.node.pool
         state = _namespace(pool, params.namespace)
         pool.set_quota(state.account.row, _size(body.quota, "quota"))
+        if self.node.ssd:
+            self.node.ssd.tier.describe(self.node.now(), state.digest)
         self.node.wake()
         return doc.namespace_document(state)
 
     async def flush(self, params: OfNamespace, body: Nothing) -> doc.Flushed:
         pool = self.node.pool
-        row = _namespace(pool, params.namespace).account.row
+        state = _namespace(pool, params.namespace)
+        row, before = state.account.row, state.account.number
         count = pool.flush(row)
         self.node.wake()
+        if self.node.ssd and (rest := self.node.ssd.flush(state.digest, before)):
+            count = max(count, await rest)
         return doc.Flushed(row=row, keys=count)
 
     # -- keys
@@ -227,17 +232,24 @@ class Handlers:
     async def where(self, params: OfKey, body: Nothing) -> items.KeyDocument:
         pool = self.node.pool
         account = _namespace(pool, params.namespace).account
-        ids = self._ids(pool, account.row, params.key)
-        if not len(ids):
+        if (found := self._where(account.row, params.key)) is None:
             on_its_way = bytes.fromhex(params.key) in pool.writes.in_flight.get(account.number, ())
             raise NotFound("the key is being written" if on_its_way else "the key is not stored", field="key")
-        return items.key_documents(self.node, ids)[0]
+        return found
+
+    def _where(self, row: int, key: str) -> items.KeyDocument | None:
+        """A key's copies in every tier of this node; None if there are none."""
+        pool = self.node.pool
+        ids = self._ids(pool, row, key)
+        found = [place for document in items.key_documents(self.node, ids) for place in document.locations]
+        found += items.ssd_locations(self.node, pool.find_namespace(row).account, key)
+        return items.KeyDocument(namespace=row, key=key.lower(), locations=found) if found else None
 
     async def where_any(self, params: AnyKey, body: Nothing) -> items.Keys:
         pool, found = self.node.pool, []
         for number, row in enumerate(list(pool.namespaces), start=1):
-            if row in pool.namespaces and len(ids := self._ids(pool, row, params.key)):
-                found += items.key_documents(self.node, ids)
+            if row in pool.namespaces and (document := self._where(row, params.key)):
+                found.append(document)
             if number % FIND_SLICE == 0:
                 await asyncio.sleep(0)
         return items.Keys(keys=found)
@@ -245,8 +257,12 @@ class Handlers:
     async def remove(self, params: OfKey, body: Nothing) -> items.Removed:
         pool = self.node.pool
         row = _namespace(pool, params.namespace).account.row
-        gone = pool.remove(row, np.frombuffer(bytes.fromhex(params.key), np.uint8).reshape(1, -1))
+        keys = np.frombuffer(bytes.fromhex(params.key), np.uint8).reshape(1, -1)
+        rest = self.node.ssd.remove(row, keys, None) if self.node.ssd else None
+        gone = pool.remove(row, keys)
         self.node.wake()
+        if rest:
+            gone = gone | await rest
         return items.Removed(removed=int(np.count_nonzero(gone)))
 
     async def hot(self, params: Hottest, body: Nothing) -> items.Keys:

@@ -43,7 +43,7 @@ from umbp.errors import Conflict, SegmentError
 from umbp.grammar import format_size
 from umbp.master.readings import readings as master_readings
 from umbp.metrics import Metrics, Reading
-from umbp.policies.base import ADMISSION, EVICTION, find
+from umbp.policies.base import ADMISSION, CLEANING, EVICTION, STRIPING, find
 from umbp.pool import dram as dram_start
 from umbp.pool.cluster import ClusterSide
 from umbp.pool.documents import status_document
@@ -55,6 +55,8 @@ from umbp.pool.rest import make_app
 from umbp.pool.sessions import FrontDoor, Session
 from umbp.pool.shelf import PoolShelf
 from umbp.pool.sources import Source
+from umbp.pool.ssd import SsdSide
+from umbp.pool.ssd_source import SsdSource
 from umbp.pool.sums import Summer
 from umbp.store import segment as segments
 from umbp.transport.nixl import NixlAgent
@@ -88,6 +90,7 @@ class PoolServer:
         self.socket = config.socket
         self._wake = asyncio.Event()
         self._stop = asyncio.Event()
+        self.ssd: SsdSide | None = None
         self._sessions: set[Session] = set()
 
     def __repr__(self) -> str:
@@ -126,7 +129,8 @@ class PoolServer:
     @property
     def warnings(self) -> list[str]:
         """What is not as it was asked for: fall-backs at the start, and what keeps it from its master."""
-        return self._warnings + (self.cluster.warnings if self.state == "ready" else [])
+        disks = self.ssd.warnings if self.ssd else []
+        return self._warnings + (self.cluster.warnings + disks if self.state == "ready" else [])
 
     @property
     def boot(self) -> int:
@@ -157,6 +161,8 @@ class PoolServer:
         raise_file_limit()
         find(EVICTION, self.config.eviction)  # an unknown name stops the start before there is anything to clean up
         find(ADMISSION, self.config.admission)
+        for kind in (EVICTION, ADMISSION, CLEANING, STRIPING):
+            find(kind, getattr(self.config, f"ssd_{kind}"))
         with contextlib.closing(bind_tcp(self.config.http)) as tcp, contextlib.closing(bind_unix(self.socket)) as unix:
             self.http = bound_address(self.config.http, tcp)
             try:
@@ -182,6 +188,8 @@ class PoolServer:
         try:
             self._warnings = slice_.fallbacks
             self._build(slice_)
+            if self.ssd:
+                await self.ssd.open()
             self._http = await self._runner(make_app(self))
             door = await loop.create_unix_server(self._front_door, sock=unix, backlog=BACKLOG)
             gc.collect()
@@ -190,10 +198,13 @@ class PoolServer:
             self.segment.words[segments.H_STATE] = segments.SERVING
             self._say_ready()
             async with asyncio.TaskGroup() as tasks:
-                running = (self._housekeeping(), self.summer.run(), self.fetching.run(), self.cluster.run())
+                running = [self._housekeeping(), self.summer.run(), self.fetching.run(), self.cluster.run()]
+                running += [self.ssd.run()] if self.ssd else []
                 background = [tasks.create_task(each) for each in running]
                 await self._stop.wait()
                 self.state = "stopping"
+                if self.ssd:
+                    self.ssd.stopping = True
                 for task in background:
                     task.cancel()
             door.close()
@@ -242,6 +253,11 @@ class PoolServer:
         self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
         self.agent = NixlAgent(f"{self.name}-{self.boot}", self.segment.data.array) if config.transport == "nixl" else None
         self.sources += self.cluster.sources(self.agent)
+        if config.ssd and config.ssd_policy != "off":
+            self.ssd = SsdSide(config, self.pool, self.segment.data.array, self.now)
+            self.sources.insert(0, SsdSource(self.ssd))
+            self.cluster.more_tiers.append(self.ssd.capacity)
+            self.cluster.reporter.keeps.append(self.ssd.keys)
         self.fetching = Fetching(self.pool, self.segment.data.array, self.now, self.wake, self.sources, config.fetch)
         self.cluster.copies_by(self.fetching)
         self.shelf = PoolShelf(self.name, self.pool, self.segment, self.make_sums, self.fetching.bring)
@@ -267,6 +283,8 @@ class PoolServer:
             await self.pages.close()
             if self.agent:
                 self.agent.close()
+            if self.ssd:
+                self.ssd.close()
             self.summer.close()
             self.segment.words[segments.H_STATE] = segments.STOPPED
             kept = "released" if self.config.on_exit == "release" else "kept for the next start (--on-exit release gives it back)"
@@ -282,6 +300,8 @@ class PoolServer:
             busy = self.pool.tick(self.now())
             self.owners.sweep()
             self.fetching.tick(self.now())
+            if self.ssd:
+                self.ssd.tick(self.now())
             self.cluster.reporter.wake()  # of what was evicted
             if busy:
                 await asyncio.sleep(0)  # requests come in between two slices

@@ -26,7 +26,7 @@ from umbp.core.fetches import Ticket
 from umbp.errors import NotFound, ProtocolError, UmbpError
 from umbp.layout import Namespace
 from umbp.pool.owners import Owner, Owners, Server
-from umbp.types import I64, U8, U64, ReadStatus
+from umbp.types import I64, U8, U64, Mask, ReadStatus
 
 log = logging.getLogger("umbp.pool.sessions")
 HELLO_SECONDS_MAX = 10.0
@@ -185,6 +185,8 @@ class Session(asyncio.Protocol):
                 reservation_seconds=limits.reservation_seconds,
                 checksum=limits.checksum,
                 fetches=bool(self.server.fetching.sources),
+                ssd=self.server.ssd.table.path if self.server.ssd else "",
+                far=any(not source.local for source in self.server.fetching.sources),
             )
         )
 
@@ -229,17 +231,31 @@ class Session(asyncio.Protocol):
     def remove(self, message: wire.Remove, blob: wire.Blob, now: float) -> bytes:
         keys = blob.keys(message.n)
         blob.end()
-        return wire.encode(wire.Statuses(message.n), self.server.pool.remove(message.row, keys, number=message.number).view(np.uint8))
+        rest = self.server.ssd.remove(message.row, keys, message.number) if self.server.ssd else None
+        gone = self.server.pool.remove(message.row, keys, number=message.number)
+        return wire.encode(wire.Statuses(message.n), gone.view(np.uint8)) if rest is None else self._later(self._removed(gone, rest))
+
+    async def _removed(self, gone: Mask, rest: Coroutine[Any, Any, Mask]) -> bytes:
+        return wire.encode(wire.Statuses(len(gone)), (gone | await rest).view(np.uint8))
 
     def flush(self, message: wire.Flush, blob: wire.Blob, now: float) -> bytes:
         blob.end()
+        state = self.server.pool.find_namespace(message.row)
+        before = state.account.number
         count = self.server.pool.flush(message.row, number=message.number)
         self.server.wake()
-        return wire.encode(wire.Numbers([count]))
+        rest = self.server.ssd.flush(state.digest, before) if self.server.ssd and state.account.number != before else None
+        return wire.encode(wire.Numbers([count])) if rest is None else self._later(self._flushed(count, rest))
+
+    async def _flushed(self, count: int, rest: Coroutine[Any, Any, int]) -> bytes:
+        return wire.encode(wire.Numbers([max(count, await rest)]))
 
     def note(self, message: wire.Note, blob: wire.Blob, now: float) -> bytes:
         for row, count, conversation in message.requests:
-            self.server.pool.note(now, row, blob.keys(count), conversation)
+            keys = blob.keys(count)
+            self.server.pool.note(now, row, keys, conversation)
+            if self.server.ssd:
+                self.server.ssd.noted(now, row, keys, conversation)
         blob.end()
         return b""
 

@@ -165,6 +165,8 @@ def reclaim(path: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             size = path.stat().st_blocks * 512
             path.unlink()
+        with contextlib.suppress(FileNotFoundError):
+            path.with_suffix(".ssd").unlink()
         lock.unlink()
     finally:
         os.close(fd)

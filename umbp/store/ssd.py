@@ -396,6 +396,12 @@ class SsdTier:
         _raise_first(waiting)
         return len(ids)
 
+    def describe(self, now: float, digest: bytes) -> None:
+        """Have all disks know what has changed about a namespace, such as its quota."""
+        for drive in self.drives:
+            if drive.state != AWAY and digest in drive.folder.meta.namespaces:
+                self._describe(now, drive, digest)
+
     def _describe(self, now: float, drive: Drive, digest: bytes) -> Future[Any] | None:
         """Have a disk know of a namespace: its quota, and when it was flushed. None if it does already."""
         wanted, notes = self.naming.note_of(digest), drive.folder.meta.namespaces

@@ -7,11 +7,12 @@ before it the record's head lies; its word for the checksum the page's check. Th
 A page is in the index from the moment its bytes are on disk for good until it is removed, evicted, found unreadable, or its file or its
 disk goes. `forget` says which notes (file number, sequence number) keep it from coming back at the next start.
 
-Cost: 64 bytes an entry and 128 of buckets in the index, 24 here, and the policy's own.
+Cost: 64 bytes an entry and 128 of buckets in the index, 32 here, and the policy's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,12 +53,14 @@ class Catalog:
         n = len(table.entries)
         self.table = table
         self.policy = policy
+        self.changed: Callable[[U64, bool], None] | None = None  # is told of (n, 5) words of pages that came (True) or went
         self.files: dict[int, SegmentFile] = {}  # by the number that locations say
         self.used_bytes = 0
         self.count = 0
         self.sequence: U64 = np.zeros(n, np.uint64)
         self.whole: U64 = np.zeros(n, np.uint64)
         self.accessed_at: F64 = np.zeros(n, np.float64)
+        self.written_at: F64 = np.zeros(n, np.float64)  # or found at a start
         self._ids: dict[int, int] = {}  # by the file's identity
         self._numbers: list[int] = []  # free ones
         self._free: I32 = np.arange(n - 1, -1, -1, dtype=np.int32)
@@ -133,7 +136,10 @@ class Catalog:
             self._give_back(lost)
             ids, prints = ids[shown[:taken]], prints[shown[:taken]]
         self.table.publish(ids, sums[shown])
+        if self.changed and len(ids):
+            self.changed(self.table.entries[ids, :5], True)
         self.sequence[ids], self.whole[ids], self.accessed_at[ids] = sequences[shown], wholes[shown], now
+        self.written_at[ids] = now
         self._charge(file, len(ids), int(place >> SHIFT))
         for start in range(0, len(ids), TELL_SLICE):
             part = slice(start, start + TELL_SLICE)
@@ -158,6 +164,8 @@ class Catalog:
         rows = self.table.entries[ids]
         numbers = rows[:, W_OFFSET].view(np.int64) >> (BACK_BITS + BLOCK_BITS)
         sizes = (rows[:, W_PLACE] >> SHIFT).astype(np.int64)
+        if self.changed:
+            self.changed(rows[:, :5], False)
         self.table.unpublish(ids)
         for number in np.unique(numbers).tolist():
             part = sizes[numbers == number]

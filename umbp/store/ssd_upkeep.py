@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from umbp.errors import UmbpError
 from umbp.store.ssd import SsdTier
 from umbp.store.ssd_adoption import adopt
 from umbp.store.ssd_drive import AWAY, Drive
+from umbp.store.ssd_folder import note
 from umbp.store.ssd_system import Steps
 
 log = logging.getLogger("umbp.store.ssd")
@@ -28,6 +31,9 @@ def watch_steps(tier: SsdTier, now: float, drive: Drive) -> Steps[None]:
         return
     if drive.folder.refused_space and now - drive.space_asked_at > SPACE_SECONDS:
         drive.space_asked_at, drive.folder.refused_space = now, False
+    if drive.folder.removals.behind and drive.may_write(now):
+        none = np.empty(0, np.uint64)
+        drive.write(now, note, drive.folder, none, none, False)
     future = drive.read(now, drive.folder.is_there)
     yield [future]
     error = future.exception()
