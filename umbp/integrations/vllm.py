@@ -142,7 +142,7 @@ class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
         with _building(settings):
             super().__init__(vllm_config, role, kv_cache_config)
         self._asked: set[str] = set()
-        if role == KVConnectorRole.SCHEDULER and vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        if role == KVConnectorRole.SCHEDULER and getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") != "recompute":
             log.warning('a block lost on its way ends its request with an error: set "kv_load_failure_policy": "recompute"')
 
     @classmethod

@@ -184,8 +184,9 @@ class Held:
 class Catalog(OffloadingManager):  # type: ignore[misc] # vLLM has no types here
     """What the scheduler asks: which blocks are stored, held so that a load of them cannot miss."""
 
-    def __init__(self, facts: Facts, *, events: bool) -> None:
+    def __init__(self, facts: Facts, windows: Collection[int], *, events: bool) -> None:
         self._facts = facts
+        self._windows = frozenset(windows)  # groups that are asked for from the end of a prefix backwards
         self._pool = connect(facts.address, client=f"vllm scheduler {facts.engine_id}"[:64])
         self._notes = Notes(self._pool, facts)
         self._open: dict[int, list[Namespace]] = {}  # by group: that of each rank, those that are one only once
@@ -300,7 +301,7 @@ class Catalog(OffloadingManager):  # type: ignore[misc] # vLLM has no types here
                 namespace.operations.note(hashes)
             self._pool.noted()
             held.asked = True
-        if key in positions and key != keys[-1]:  # a prefix is asked for from its start, a window from its end
+        if key in positions and number not in self._windows:
             keys = keys[keys.index(key) :]
         keys = [each for each in keys if each == key or each not in held.known][:KEYS_PER_CALL_MAX]
         hits = self._all_have(number, keys)
@@ -401,7 +402,8 @@ class UMBPOffloadingSpec(OffloadingSpec):  # type: ignore[misc]
 
     def get_manager(self) -> Catalog:
         """For the scheduler."""
-        return Catalog(self._facts, events=self.kv_events_config.enable_kv_cache_events)
+        windows = [group.group_id for group in self.config.groups if group.sliding_window_size_in_chunks is not None]
+        return Catalog(self._facts, windows, events=self.kv_events_config.enable_kv_cache_events)
 
     def get_worker(self, kv_caches: Any) -> Mover:
         """For a rank, with its KV tensors."""

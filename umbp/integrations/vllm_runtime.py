@@ -224,7 +224,7 @@ class Transfers:
         }
         self._loaders: dict[int, Loader] = {}
         self._layers = {name: (group.number, layer) for group in groups for layer, name in enumerate(group.layers)}
-        self._running: list[Load] = []
+        self._running: list[tuple[int, Load]] = []  # group and load
         self._tails: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._watch = Watch(self._hits)
         self._prefixes: dict[int, str] = {}
@@ -253,8 +253,8 @@ class Transfers:
         job = self._job(plans)
         for group, which in _by_group(job.plans):
             self._add(job, group, which, store=False)
-        self._running = [load for load in self._running if not load.over]
-        self._running += [part.handle for part in job.parts if isinstance(part.handle, Load)]
+        self._running = [(group, load) for group, load in self._running if not load.over]
+        self._running += [(part.group, part.handle) for part in job.parts if isinstance(part.handle, Load)]
         return job
 
     def store(self, plans: Sequence[Any]) -> Job:
@@ -279,9 +279,9 @@ class Transfers:
 
     def wait_layer(self, name: str) -> None:
         """Until this layer of all loads that are running has come, or will not come (which the jobs then say)."""
-        group, layer = self._layers.get(name, (-1, 0))
-        for load in self._running:
-            if group >= 0 and load.layers > layer:
+        place, layer = self._layers.get(name, (-1, 0))
+        for group, load in self._running:
+            if group == place:
                 load.wait(layer)
 
     def publish(self, job: Job) -> None:

@@ -128,7 +128,7 @@ def test_a_sync_load_waits_for_one_layer_at_a_time(options: Options, monkeypatch
 
         def noted(name: str) -> None:
             wait(name)
-            waits.append((name, [running.layers_ready for running in transfers(world)._running]))
+            waits.append((name, [load.layers_ready for _, load in transfers(world)._running]))
             gate.set()
 
         connector.wait_for_layer_load = noted
@@ -253,6 +253,18 @@ def test_ranks_with_the_same_kv_store_one_copy_and_read_it_once(
         assert [each.staged_loads for each in counts] == [1, 1]
         assert sum(each.group_bytes + each.fallback_bytes + each.own_bytes for each in counts) < 2 * one
         assert sum(each.received_bytes + each.fallback_bytes for each in counts) > 0
+
+
+def test_ranks_that_share_some_kv_store_a_copy_for_each_share(options: Options) -> None:
+    with World(replace(options, tp=4, copies=2)) as world:  # as grouped-query attention with two heads on four ranks
+        world.serve("a", prompt(1, 5))
+        assert stored_bytes(world) == 2 * 5 * transfers(world).groups[0].block_bytes
+        assert len(lookups(world)._open) == 2
+        world.drop()
+        assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
+        world.drop()
+        forget(world, "a", 2, tp=1)
+        assert world.serve("c", prompt(1, 5)) == (2 * BLOCK, 3 * BLOCK + 3)
 
 
 # -- processes that die ------------------------------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ import pytest
 from vllm.config import ModelConfig
 
 from tests.engines.vllm.engine import OFFLOADING, SPEC, EngineProcess, stored_bytes
-from tests.engines.vllm.world import BLOCK, Options, World, prompt
+from tests.engines.vllm.world import BLOCK, LAYERS, Options, World, prompt
 from tests.field.people import eventually
 from tests.pools import PoolProcess
 from umbp.errors import ConfigError
 from umbp.integrations import vllm_mover
 from umbp.integrations.vllm_blocks import page_keys_of
 from umbp.integrations.vllm_mover import LoadFailed, Mover
-from umbp.integrations.vllm_offloading import Catalog, Held
+from umbp.integrations.vllm_offloading import Catalog, Held, Notes
 
 
 @pytest.fixture
@@ -150,6 +150,16 @@ def test_stored_and_evicted_blocks_are_told(options: Options) -> None:
         while not any(type(event).__name__ == "BlockRemoved" and event.medium == "CPU" for event in published):
             assert time.monotonic() < deadline
             world.step()
+
+
+def test_a_layout_that_was_noted_for_another_configuration_is_none(options: Options) -> None:
+    with World(options) as world:
+        facts, pool = catalog(world)._facts, catalog(world)._pool
+        (group,) = Notes(pool, facts).read_or_none(0) or []
+        assert group.sizes == tuple(world.workers[0].caches[f"model.layers.{layer}.attn"].shape[1] for layer in range(LAYERS))
+        assert Notes(pool, facts).read_or_none(1) is None
+        assert Notes(pool, replace(facts, namespace="{}")).read_or_none(0) is None
+        assert Notes(pool, replace(facts, engine_id="another")).read_or_none(0) is None
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ class Options:
     load_async: bool = True
     tp: int = 1
     pp: int = 1
+    copies: int = 1  # consecutive ranks that hold the same; of MLA all do
     blocks: int = 32
     policy: str = "recompute"
     events: str = ""  # endpoint of the publisher
@@ -121,7 +122,7 @@ def cache_config(options: Options, stage: int = 0) -> KVCacheConfig:
         stride = page * rows if options.interleaved else page
         tensors.append(KVCacheTensor(size=page * options.blocks * rows, layers=shared, layer_stride=page, block_stride=stride))
     made = [KVCacheGroupSpec(names, spec) for names, spec in zip(groups, specs, strict=True)]
-    replicas = options.tp if options.kind == "mla" else 1
+    replicas = options.tp if options.kind == "mla" else options.copies
     return KVCacheConfig(num_blocks=options.blocks, kv_cache_tensors=tensors, kv_cache_groups=made, kv_tp_replicas=replicas)
 
 
@@ -147,7 +148,7 @@ class Worker:
 
     def bytes_of(self, layer: str, prefix: bytes) -> torch.Tensor:
         """What a block of this layer holds at the end of this prefix. MLA ranks hold the same."""
-        holder = 0 if self.options.kind == "mla" else self.rank % self.options.tp
+        holder = 0 if self.options.kind == "mla" else self.rank % self.options.tp // self.options.copies
         return made_of(layer, holder, prefix, self.caches[layer].shape[1])
 
     def forward(self, batch: list[tuple[tuple[list[int], ...], list[int], int, int]]) -> None:
