@@ -67,7 +67,7 @@ class Node:
         if lose:
             return "lost"
         master = self.cluster.master
-        member, verdict = master.expects(self.name, self.registration, self.number)
+        member, verdict = master.expects(self.cluster.now, self.name, self.registration, self.number)
         if verdict == "apply":
             array = np.array([(tier, here) for (_, tier), here in net.items()], np.uint8).reshape(-1, 2)
             keys = words(number for number, _ in net)

@@ -91,7 +91,7 @@ def test_words_under_an_old_registration_are_refused() -> None:
     old = cluster["a"].registration
     cluster["a"].join()
     with pytest.raises(UnknownNode):
-        cluster.master.expects("a", old, 1)
+        cluster.master.expects(cluster.now, "a", old, 1)
     with pytest.raises(UnknownNode):
         cluster.master.beat(cluster.now, "a", old, {})
 

@@ -189,9 +189,10 @@ class Master:
         numbers = [self.directory.space(digest, object_bytes) for digest, object_bytes, _ in spaces]
         return np.repeat(np.array(numbers, np.uint32), [count for _, _, count in spaces])
 
-    def expects(self, node: str, registration: int, number: int) -> tuple[Member, Verdict]:
-        """What to do with a bundle of this number."""
+    def expects(self, now: float, node: str, registration: int, number: int) -> tuple[Member, Verdict]:
+        """What to do with a bundle of this number. Who sends one lives."""
         member = self.membership.member(node, registration)
+        member.last_seen = now
         if number <= member.acknowledged:
             return member, "again"
         if number != member.acknowledged + 1:
@@ -223,6 +224,7 @@ class Master:
     def expects_piece(self, now: float, node: str, registration: int, sweep: int, index: int, acknowledged: int) -> tuple[Member, Verdict]:
         """What to do with a piece of a resync. The first one begins it, and says which bundle was the last one before."""
         member = self.membership.member(node, registration)
+        member.last_seen = now
         if index == 0 and member.sweep != sweep:
             if not self.directory.begin(member.holder):
                 self._new_holder(member)

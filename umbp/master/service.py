@@ -158,7 +158,7 @@ class MasterService:
     async def tell(self, node: str, registration: int, number: int, told: Told) -> say.Applied:
         """A bundle."""
         async with self._lock(node):
-            member, verdict = self.core.expects(node, registration, number)
+            member, verdict = self.core.expects(self.now(), node, registration, number)
             if verdict == "apply":
                 await self._apply(member, told)
                 self.core.applied(member, number)

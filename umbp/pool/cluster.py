@@ -61,7 +61,7 @@ class ClusterSide:
         self.address = dataclasses.replace(advertised, port=advertised.port or http.port)
         ports: list[Port] = [Remote(address, config.token) for address in config.master]
         if not ports:
-            keys_max = max(EMBEDDED_KEYS_MIN, 2 * pool.objects.capacity)  # memory is taken as keys come
+            keys_max = max(EMBEDDED_KEYS_MIN, pool.objects.capacity * 5 // 4)  # memory is taken as keys come
             core = Master(self.now(), boot=secrets.randbits(62), seed=secrets.randbits(63), keys_max=keys_max)
             self._service = MasterService(core, probe=self._prober, masters=lambda: [self.address.url])
             ports.append(Embedded(self._service))

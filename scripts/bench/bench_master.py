@@ -1,0 +1,349 @@
+"""One master over many nodes: routes, existence, events, resyncs and deaths, by the real protocol over loopback; one JSON line a row.
+
+    python scripts/bench/bench_master.py [--keys 10000000] [--nodes 64] [--seconds 5]
+
+The master is a process of its own, on one core. Simulated pools (a child process) join it and send what they hold as pools do: numbered
+bundles, and pieces of a resync; keys are random, a prompt is 2,200 keys of one node. Times are of whole calls over one connection, the
+HTTP included; ``master_cpu_ms`` is what the master itself needed for each, whatever else the machine did. The floor of a route is the same
+bytes to a bare aiohttp handler that reads them and answers as much, in the same run: ``ratio`` is the route over that. ``others_per_s``:
+what else the master did meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import harness
+import msgspec
+import numpy as np
+
+from tests.masters import MasterProcess
+from umbp.master import protocol as say
+from umbp.wire import encode
+
+PROMPT = 2200
+DIGEST = "ab" * 32
+PAGE_BYTES = 2_600_000
+BUNDLE = 4096
+
+
+class Call:
+    """HTTP over one connection that is kept: as little as can be between the clock and the master."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._socket = socket.create_connection((host, port), timeout=60.0)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._host = f"{host}:{port}"
+
+    def __call__(self, path: str, body: bytes, kind: str = say.FRAME) -> bytes:
+        head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n\r\n"
+        self._socket.sendall(head.encode() + body)
+        answer = b""
+        while b"\r\n\r\n" not in answer:
+            answer += self._more()
+        header, _, content = answer.partition(b"\r\n\r\n")
+        length = int(header.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+        while len(content) < length:
+            content += self._more()
+        assert header.startswith(b"HTTP/1.1 200"), header + content
+        return content
+
+    def json(self, path: str, body: Any) -> Any:
+        return json.loads(self(path, msgspec.json.encode(body), "application/json"))
+
+    def _more(self) -> bytes:
+        part = self._socket.recv(1 << 20)
+        assert part, "the connection was closed"
+        return part
+
+
+def node_keys(node: int, count: int) -> np.ndarray:
+    """(count, 4) key words of a node: the same in every process."""
+    return np.random.default_rng(1000 + node).integers(1, 1 << 63, (count, 4), dtype=np.uint64)
+
+
+class Node:
+    """A simulated pool."""
+
+    def __init__(self, call: Call, number: int, name: str = "") -> None:
+        self.call, self.number, self.name = call, number, name or f"node{number}"
+        tiers = [say.Capacity(tier=2, capacity_bytes=1 << 40, used_bytes=1 << 39, keys=1)]
+        joined = call.json("/v1/members", say.Join(node=self.name, boot=number + 1, place=self.name, addresses={}, tiers=tiers))
+        self.registration, self.bundle, self.tiers = joined["registration"], 0, tiers
+
+    def beat(self) -> None:
+        self.call.json(f"/v1/members/{self.name}/heartbeat", say.Heartbeat(registration=self.registration, tiers=self.tiers))
+
+    def sweep(self, words: np.ndarray, number: int = 1) -> None:
+        count = len(words)
+        for index, start in enumerate(range(0, count, BUNDLE)):
+            part = words[start : start + BUNDLE]
+            last = start + BUNDLE >= count
+            header = say.Piece(
+                registration=self.registration,
+                sweep=number,
+                index=index,
+                bundle=self.bundle,
+                last=last,
+                n=len(part),
+                spaces=[(DIGEST, PAGE_BYTES, len(part))],
+            )
+            self.call(f"/v1/members/{self.name}/resync", encode(header, part, np.full(len(part), 2, np.uint8)))
+
+    def events(self, words: np.ndarray, present: np.ndarray) -> None:
+        self.bundle += 1
+        n = len(words)
+        header = say.Events(registration=self.registration, number=self.bundle, n=n, spaces=[(DIGEST, PAGE_BYTES, n)])
+        self.call(f"/v1/members/{self.name}/events", encode(header, words, np.full(n, 2, np.uint8), present))
+
+
+# -- the child: pools --------------------------------------------------------------------------------------------------------------
+
+
+def be_pools(host: str, port: int, nodes: int, keys: int) -> None:
+    """Join, send everything, then do what is read from standard input, a line each; answers are lines too."""
+    call, beats = Call(host, port), Call(host, port)
+    members = [Node(call, number) for number in range(nodes)]
+    for member in members:
+        member.sweep(node_keys(member.number, keys // nodes))
+    print("ready", flush=True)
+
+    def beat() -> None:
+        while True:
+            for member in [*members]:
+                member.call = beats
+                member.beat()
+                member.call = call
+            time.sleep(0.5)
+
+    if nodes:
+        threading.Thread(target=beat, daemon=True).start()
+    for line in sys.stdin:
+        verb, _, rest = line.partition(" ")
+        began = time.monotonic()
+        if verb == "churn":  # events as fast as they are taken, for so many seconds
+            seconds, count = float(rest), 0
+            random = np.random.default_rng(7)
+            while time.monotonic() - began < seconds:
+                fresh = random.integers(1, 1 << 63, (BUNDLE // 2, 4), dtype=np.uint64)
+                gone = fresh[::-1].copy()
+                member = members[count // BUNDLE % nodes]
+                member.events(fresh, np.ones(len(fresh), np.uint8))
+                member.events(gone, np.zeros(len(gone), np.uint8))
+                count += 2 * len(fresh)
+            print(count / (time.monotonic() - began), flush=True)
+        elif verb == "giant":  # a further node with so many keys
+            member = Node(call, nodes + 7, "giant")
+            words = node_keys(nodes + 7, int(rest))
+            began = time.monotonic()
+            member.sweep(words)
+            print(time.monotonic() - began, flush=True)
+
+
+class Pools:
+    """The child as the parent sees it."""
+
+    def __init__(self, host: str, port: int, nodes: int, keys: int) -> None:
+        command = [sys.executable, __file__, "--pools", f"{host}:{port}", "--nodes", str(nodes), "--keys", str(keys)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.read() == "ready"
+
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+# -- the floor ---------------------------------------------------------------------------------------------------------------------
+
+
+def be_bare() -> None:
+    """An aiohttp handler that reads a body and answers 300 bytes."""
+    import uvloop
+    from aiohttp import web
+
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=bytes(300))
+
+    async def serve() -> None:
+        application = web.Application()
+        application.router.add_post("/v1/plan", answer)
+        runner = web.AppRunner(application, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        assert site._server is not None
+        print(site._server.sockets[0].getsockname()[1], flush=True)
+        await asyncio.Event().wait()
+
+    uvloop.run(serve())
+
+
+@contextmanager
+def bare() -> Iterator[Call]:
+    with subprocess.Popen([sys.executable, __file__, "--bare"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield Call("127.0.0.1", int(process.stdout.readline()))
+        finally:
+            process.kill()
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------------------
+
+
+def prompts(nodes: int, keys: int) -> Iterator[np.ndarray]:
+    """Prompts without end: runs of a node's keys."""
+    random = np.random.default_rng(3)
+    some = {node: node_keys(node, keys // nodes) for node in random.integers(0, nodes, 4).tolist()}
+    while True:
+        for words in some.values():
+            start = int(random.integers(0, max(1, len(words) - PROMPT)))
+            yield words[start : start + PROMPT]
+
+
+def route_frame(words: np.ndarray) -> bytes:
+    return encode(say.RouteRequest(namespace=DIGEST, requester="nobody", n=len(words)), words)
+
+
+def locate_frame(words: np.ndarray) -> bytes:
+    return encode(say.LocateRequest(namespace=DIGEST, n=len(words)), words)
+
+
+class Clock:
+    """Times calls, and what processor time the master uses for them."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def __call__(self, frames: Iterator[bytes], call: Callable[[bytes], object], seconds: float) -> list[float]:
+        """Seconds of each call until the time is over."""
+        times, over, before = [], time.monotonic() + seconds, harness.cpu_seconds(self._pid)
+        for frame in frames:
+            began = time.perf_counter()
+            call(frame)
+            times.append(time.perf_counter() - began)
+            if time.monotonic() > over:
+                break
+        self.cpu_ms = (harness.cpu_seconds(self._pid) - before) / len(times) * 1e3
+        return times
+
+
+def row(name: str, times: list[float], **more: Any) -> None:
+    harness.emit(
+        bench="master",
+        case=name,
+        calls=len(times),
+        p50_ms=round(float(np.percentile(times, 50)) * 1e3, 2),
+        p99_ms=round(float(np.percentile(times, 99)) * 1e3, 2),
+        max_ms=round(max(times) * 1e3, 2),
+        **more,
+    )
+
+
+def rss(pid: int) -> int:
+    return harness.anonymous_bytes(pid)
+
+
+def measure(arguments: argparse.Namespace, master: MasterProcess, pools: Pools, empty: int) -> None:
+    host, port = "127.0.0.1", int(master.http.rpartition(":")[2])
+    call, seconds, nodes, keys = Call(host, port), arguments.seconds, arguments.nodes, arguments.keys
+    known = master.get("/v1/cluster")["keys"]
+    each = (rss(master.pid) - empty) / known
+    harness.emit(bench="master", case="memory", keys=known, bytes_a_key=round(each, 1), target="<= 150", met=each <= 150)
+    source, clock = prompts(nodes, keys), Clock(master.pid)
+
+    def plan(frame: bytes) -> None:
+        assert b'"pages":' in call("/v1/plan", frame)
+
+    def frames(make: Callable[[np.ndarray], bytes]) -> Iterator[bytes]:
+        return (make(words) for words in source)
+
+    with bare() as floor:
+        base = clock(frames(route_frame), lambda frame: floor("/v1/plan", frame), seconds)
+        times = clock(frames(route_frame), plan, seconds)
+    p50, p99 = np.percentile(times, [50, 99]) * 1e3
+    ratio = float(np.median(times) / np.median(base))
+    floor_ms = round(float(np.median(base)) * 1e3, 2)
+    row(
+        "route",
+        times,
+        master_cpu_ms=round(clock.cpu_ms, 2),
+        floor_p50_ms=floor_ms,
+        ratio=round(ratio, 2),
+        target="p50 < 3, p99 < 10 ms",
+        met=bool(p50 < 3 and p99 < 10),
+    )
+    times = clock(frames(locate_frame), lambda frame: call("/v1/locate", frame), seconds)
+    row("locate", times, master_cpu_ms=round(clock.cpu_ms, 2), target="p50 < 2 ms", met=bool(np.percentile(times, 50) < 2e-3))
+    one = clock((route_frame(words[:1]) for words in source), plan, seconds)
+    row("route of one key", one, master_cpu_ms=round(clock.cpu_ms, 2), calls_per_s=round(len(one) / sum(one)))
+    pools.tell(f"churn {seconds}")
+    times = clock(frames(route_frame), plan, seconds)
+    rate = float(pools.read())
+    met = bool(np.percentile(times, 99) < 10e-3) and rate >= 2e5
+    row("route while events come", times, others_per_s=round(rate), target=">= 200 K events a second, p99 < 10 ms", met=met)
+    pools.tell("giant 1000000")
+    answer: list[str] = []
+    reader = threading.Thread(target=lambda: answer.append(pools.read()))
+    reader.start()
+    times = []
+    while reader.is_alive():
+        times += clock(frames(route_frame), plan, 0.2)
+    took = float(answer[0])
+    met = took < 5 and bool(np.percentile(times, 99) < 20e-3)
+    row("route while a node of 1 M keys resyncs", times, resync_seconds=round(took, 2), target="< 5 s, p99 < 20 ms", met=met)
+    times = []
+    while master.states()["giant"] != "dead" or master.get("/v1/cluster")["keys"] > known:  # it sends no heartbeats
+        times += clock(frames(route_frame), plan, 0.3)
+    row("route while a node of 1 M keys dies and is swept", times, target="p99 < 20 ms", met=bool(np.percentile(times, 99) < 20e-3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keys", type=int, default=10_000_000)
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--pools", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.bare:
+        be_bare()
+    elif arguments.pools:
+        host, _, port = arguments.pools.rpartition(":")
+        be_pools(host, int(port), arguments.nodes, arguments.keys)
+    else:
+        room = str(arguments.keys + 1_200_000)
+        with MasterProcess("--keys-max", room, timing=("--heartbeat", "1s", "--suspect-after", "3s", "--dead-after", "5s")) as master:
+            empty = rss(master.pid)
+            began = time.monotonic()
+            pools = Pools("127.0.0.1", int(master.http.rpartition(":")[2]), arguments.nodes, arguments.keys)
+            took = time.monotonic() - began
+            harness.emit(bench="master", case="fill", keys=arguments.keys, nodes=arguments.nodes, keys_per_s=round(arguments.keys / took))
+            try:
+                measure(arguments, master, pools, empty)
+            finally:
+                pools.end()
+
+
+if __name__ == "__main__":
+    main()
