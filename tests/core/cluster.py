@@ -99,8 +99,8 @@ class Node:
 
     def beat(self, held: list[int] | None = None, done: list[int] | None = None) -> Node:
         tiers = {DRAM: (self.capacity, self.used), SSD: (100 * GIB, 0)}
-        _, advice = self.cluster.master.beat(self.cluster.now, self.name, self.registration, tiers, held, done)
-        self.advice += advice
+        self.cluster.master.beat(self.cluster.now, self.name, self.registration, tiers, held, done)
+        self.advice += self.cluster.master.advisor.ledger.take(self.name)
         return self
 
 

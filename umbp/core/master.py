@@ -31,7 +31,6 @@ from typing import Literal
 
 import numpy as np
 
-from umbp.core.advice import Advice
 from umbp.core.advisor import Advisor
 from umbp.core.choices import Choices
 from umbp.core.costs import Costs
@@ -128,8 +127,12 @@ class Master:
         draining: bool = False,
         registration: int = 0,
     ) -> Member:
-        """A pool registers. Conflict if another live one has its name. ``registration``: the number, where several masters share them."""
-        self.membership.can_join(now, node, boot, place)
+        """A pool registers. Conflict if another live one has its name.
+
+        ``registration``: the number that masters with a shared store have given it, who have asked `can_join` before.
+        """
+        if not registration:
+            self.membership.can_join(now, node, boot, place)
         holder = self.directory.holders.take()
         member, before = self.membership.join(now, node, boot, place, addresses, holder, draining=draining, registration=registration)
         member.tiers = dict(tiers)
@@ -149,8 +152,8 @@ class Master:
         tiers: dict[int, tuple[int, int]],
         held: list[int] | None = None,
         done: list[int] | None = None,
-    ) -> tuple[Member, list[Advice]]:
-        """A pool lives; the advice that it has not been given yet. UnknownNode: it must register again."""
+    ) -> Member:
+        """A pool lives. ``held``, ``done``: numbers of advice. UnknownNode: it must register again."""
         member = self.membership.member(node, registration)
         self.placement.beat(member)
         self._changed(now, self.membership.beat(now, member))
@@ -160,7 +163,7 @@ class Master:
             ledger.held(now, node, number)
         for number in done or ():
             ledger.done(node, number)
-        return member, ledger.take(node)
+        return member
 
     def leave(self, now: float, node: str, registration: int) -> None:
         """A pool stops; its keys are gone."""
@@ -329,11 +332,19 @@ class Master:
 
     # -- time --------------------------------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> bool:
-        """Let time pass: silent nodes are suspected, then dead; a slice of the sweep, a slice of advice. True if there is more to sweep."""
-        for changed in self.membership.tick(now):
+    def gone(self, now: float, node: str, registration: int) -> None:
+        """Another master has found it dead."""
+        self._changed(now, self.membership.gone(node, registration))
+
+    def tick(self, now: float, *, active: bool = True) -> bool:
+        """Let time pass: silent nodes are suspected, then dead; a slice of the sweep, a slice of advice. True if there is more to sweep.
+
+        Of several masters one is ``active``; the others neither declare anybody dead nor advise.
+        """
+        for changed in self.membership.tick(now, judge=active):
             self._changed(now, changed)
-        self.advisor.tick(now)
+        if active:
+            self.advisor.tick(now)
         return self.directory.sweep(SWEEP_ROWS)
 
     def check(self) -> None:

@@ -212,12 +212,24 @@ class Membership:
         member.draining = on
         return self._move(member, "drain" if on else "undrain", "an operator said so")
 
+    def gone(self, node: str, registration: int) -> Changed | None:
+        """Another master has found it dead."""
+        member = self.members.get(node)
+        if member is None or member.registration != registration or member.state == DEAD:
+            return None
+        return self._move(member, "expired", "another master says so")
+
     def leave(self, member: Member) -> Changed | None:
         """A clean stop."""
         return self._move(member, "left", "it stopped")
 
-    def tick(self, now: float) -> list[Changed]:
-        """Let time pass: what is silent is suspected, then dead."""
+    def give_time(self, now: float) -> None:
+        """Whoever is silent has been so for no longer than now: somebody else has looked after them."""
+        for member in self.members.values():
+            member.last_seen = max(member.last_seen, now)
+
+    def tick(self, now: float, *, judge: bool = True) -> list[Changed]:
+        """Let time pass: what is silent is suspected, then (where this master is to ``judge`` that) dead."""
         away, self._ticked = now - self._ticked, now
         found: list[Changed] = []
         if away > self.timing.pause:  # we were stopped, and what they said meanwhile is still in our sockets
@@ -228,7 +240,7 @@ class Membership:
             if member.state == DEAD:
                 if silent > DEAD_KEPT_SECONDS and not member.draining:
                     self._forget(member)
-            elif silent > self.timing.dead:
+            elif judge and silent > self.timing.dead:
                 found.append(self._moved(member, "expired", f"silent for {silent:.1f} s"))
             elif silent > self.timing.suspect and member.state == ALIVE:
                 found.append(self._moved(member, "silent", f"silent for {silent:.1f} s"))

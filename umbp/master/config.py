@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from umbp.config import OPTIONS as POOL_OPTIONS
 from umbp.config import OTHER_VARIABLES
 from umbp.errors import ConfigError
-from umbp.grammar import Address, parse_address, parse_duration, parse_size
+from umbp.grammar import Address, parse_address, parse_duration, parse_size, quoted
 from umbp.options import Program, choice, count, load, node_name, option, options_of, path, policy_name, token
+
+
+def _store(text: str, field: str) -> str:
+    bare = text.strip()
+    if bare == "embedded" or bare.startswith(("redis://", "rediss://", "unix://")):
+        return bare
+    raise ConfigError(f"{quoted(text)} is neither embedded nor the URL of a Redis", field=field, example="redis://10.0.0.1:6379/0")
 
 
 def _rate(text: str, field: str) -> int:
@@ -27,6 +34,7 @@ class MasterConfig:
     advertise: Address | None = option("Listening", parse_address, "", "10.0.0.1:7410", "how pools reach this master [http]", None)  # noqa: RUF009
     token: str = option("Access", token, "", "TOKEN", "token of all HTTP calls, the pools' too; better by UMBP_TOKEN")
     token_file: str = option("Access", path, "", "/etc/umbp/token", "file whose only line is the token")
+    store: str = option("Store", _store, "embedded", "redis://10.0.0.1:6379/0", "embedded, or the Redis that several masters share")
     heartbeat: float = option("Members", parse_duration, "1s", "1s", "how often a pool says that it lives")
     suspect_after: float = option("Members", parse_duration, "3s", "3s", "silence after which a pool is not used as a source")
     dead_after: float = option("Members", parse_duration, "10s", "10s", "silence after which its keys are forgotten")

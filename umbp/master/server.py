@@ -32,10 +32,12 @@ from umbp.admin.openapi import release
 from umbp.core.master import Master
 from umbp.core.membership import Timing
 from umbp.master.config import MasterConfig
+from umbp.master.following import Follower
 from umbp.master.probe import Prober
 from umbp.master.readings import readings
 from umbp.master.rest import cluster_endpoints, event_stream, master_endpoints, member_endpoints, member_routes
 from umbp.master.service import MasterService
+from umbp.master.store import SharedLog
 from umbp.metrics import CONTENT_TYPE, Metrics
 from umbp.policies.base import find
 
@@ -80,7 +82,8 @@ class MasterServer:
             policies=policies,
             advice_bytes_per_second=config.advice_bandwidth,
         )
-        self.master = MasterService(core, probe=self._prober, masters=lambda: [self.url])
+        self._shared = SharedLog(config.store, lambda: self.url) if config.store != "embedded" else None
+        self.master = MasterService(core, probe=self._prober, masters=self._masters, store=self._shared)
         self.metrics = Metrics(lambda: readings(core))
         self._stop = asyncio.Event()
 
@@ -91,6 +94,11 @@ class MasterServer:
     def url(self) -> str:
         """How pools reach it."""
         return (self.config.advertise or self.http).url
+
+    def _masters(self) -> list[str]:
+        """This one first: whoever is told so is speaking to it."""
+        others = [] if self._shared is None else [url for url in self._shared.masters if url != self.url]
+        return [self.url, *others]
 
     async def run(self) -> None:
         """Serve until told to stop. Raises what stopped the start."""
@@ -110,20 +118,30 @@ class MasterServer:
         gc.collect()
         gc.freeze()
         self.state = "ready"
-        facts = {"http": str(self.http), "name": self.config.name, "boot": self.master.core.boot}
+        facts = {
+            "http": str(self.http),
+            "name": self.config.name,
+            "boot": self.master.core.boot,
+            "store": self.config.store.partition(":")[0],
+        }
         print("umbp.master ready " + json.dumps(facts), flush=True)
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = tasks.create_task(self.master.run())
+                running = [tasks.create_task(self.master.run())]
+                if self._shared is not None:
+                    running.append(tasks.create_task(Follower(self.master, self._shared).run()))
                 await self._stop.wait()
                 self.state = "stopping"
-                running.cancel()
+                for task in running:
+                    task.cancel()
         finally:
             listener.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS_MAX):
                     await self._runner.cleanup()
             await self._prober.close()
+            if self._shared is not None:
+                await self._shared.close()
             log.info("stopped")
 
     def _protocol(self) -> asyncio.BaseProtocol:
@@ -157,8 +175,12 @@ class MasterServer:
     async def _readiness(self, params: Nothing, body: Nothing) -> Reply:
         ready = self.state == "ready"
         faults = self.master.core.choices.faults
-        answer = Readiness(state=self.state, ready=ready, reasons=faults, warnings=list(self.config.warnings))
+        answer = Readiness(state=self.state, ready=ready, reasons=faults, warnings=self._warnings())
         return Reply(answer, status=200 if ready else 503)
+
+    def _warnings(self) -> list[str]:
+        trouble = self.master.store.trouble
+        return [*self.config.warnings, *([trouble] if trouble else [])]
 
     async def _scrape(self, params: Nothing, body: Nothing) -> Reply:
         return Reply(self.metrics.text(), media_type=CONTENT_TYPE)

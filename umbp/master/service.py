@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,9 @@ import numpy as np
 from umbp.core.advice import Advice
 from umbp.core.master import SLICE, Happening, Master
 from umbp.core.membership import DEAD, Member
-from umbp.errors import InvalidRequest, UmbpError
+from umbp.errors import Conflict, InvalidRequest, UmbpError, Unavailable
 from umbp.master import protocol as say
+from umbp.master.store import Alone, Store
 from umbp.store.index import key_words
 from umbp.types import F64, U8, U64, Tier
 from umbp.wire import Blob, decode, encode
@@ -35,6 +37,7 @@ TICK_SECONDS = 0.05
 PROBE_SECONDS = 10.0
 PROBES_AT_A_TIME = 8
 TRUST_FETCH_SECONDS = 30.0
+CATCH_UP_SECONDS = 0.5
 
 _EVENTS: msgspec.json.Decoder[say.Events] = msgspec.json.Decoder(say.Events)
 _PIECE: msgspec.json.Decoder[say.Piece] = msgspec.json.Decoder(say.Piece)
@@ -58,8 +61,11 @@ class Told:
 class MasterService:
     """One master's behaviour, without a listener. ``masters`` are the URLs of all masters, this one included."""
 
-    def __init__(self, core: Master, *, probe: Probe | None = None, masters: Callable[[], list[str]] = list) -> None:
+    def __init__(
+        self, core: Master, *, probe: Probe | None = None, masters: Callable[[], list[str]] = list, store: Store | None = None
+    ) -> None:
         self.core = core
+        self.store: Store = store or Alone()
         self.masters = masters
         self._probe = probe
         self._random = np.random.default_rng()
@@ -84,10 +90,12 @@ class MasterService:
     async def join(self, body: say.Join) -> say.Joined:
         """A pool registers."""
         core = self.core
-        member = core.join(
-            self.now(), body.node, body.boot, body.place, dict(body.addresses), capacities(body.tiers), draining=body.draining
-        )
-        self._probe_now[body.node] = None
+        core.membership.can_join(self.now(), body.node, body.boot, body.place)
+        registration = await self.store.register(body.node, msgspec.json.encode(body))
+        before = core.membership.members.get(body.node)
+        if before is not None and registration and before.registration > registration:
+            raise Conflict("another process of this name registered at the same moment", field="node")
+        member = self.joined(body, registration)
         log.info("%s joined from %s, registration %d", body.node, body.addresses, member.registration)
         timing = core.timing
         return say.Joined(
@@ -98,15 +106,29 @@ class MasterService:
             masters=self.masters(),
         )
 
+    def joined(self, body: say.Join, registration: int) -> Member:
+        """A pool has registered, here or with another master."""
+        self._probe_now[body.node] = None
+        return self.core.join(
+            self.now(),
+            body.node,
+            body.boot,
+            body.place,
+            dict(body.addresses),
+            capacities(body.tiers),
+            draining=body.draining,
+            registration=registration,
+        )
+
     async def beat(self, node: str, body: say.Heartbeat) -> say.Beat:
         """A pool lives."""
         now = self.now()
-        member, advice = self.core.beat(now, node, body.registration, capacities(body.tiers), body.held, body.done)
-        member.keys = {one.tier: one.keys for one in body.tiers}
-        for fetch in body.measured:
-            self.core.costs.measured(fetch.node, fetch.tier, node, fetch.bytes, fetch.seconds)
-            if fetch.node in self.core.membership.members and fetch.node != node:
-                self._fetched_at[fetch.node] = now
+        if self.store.shared:
+            self.core.membership.member(node, body.registration)
+            with suppress(Unavailable):  # that it lives is not lost by that: it says so again
+                await self.store.enter("beat", node, msgspec.json.encode(body))
+        member = self.lives(node, body)
+        advice = self.core.advisor.ledger.take(node)
         warnings = [f"not used as a source: {member.unreachable}"] if member.unreachable else []
         return say.Beat(
             state=member.state,
@@ -117,58 +139,106 @@ class MasterService:
             masters=self.masters(),
         )
 
+    def lives(self, node: str, body: say.Heartbeat) -> Member:
+        """A pool has said so, here or to another master."""
+        now = self.now()
+        member = self.core.beat(now, node, body.registration, capacities(body.tiers), body.held, body.done)
+        member.keys = {one.tier: one.keys for one in body.tiers}
+        for fetch in body.measured:
+            self.core.costs.measured(fetch.node, fetch.tier, node, fetch.bytes, fetch.seconds)
+            if fetch.node in self.core.membership.members and fetch.node != node:
+                self._fetched_at[fetch.node] = now
+        return member
+
     async def leave(self, node: str, body: say.Leaving) -> say.Left:
         """A pool stops."""
+        self.core.membership.member(node, body.registration)
+        await self.store.gone(node, body.registration)
         self.core.leave(self.now(), node, body.registration)
         log.info("%s left", node)
         return say.Left(state=DEAD)
 
     async def failed(self, node: str, body: say.Failed) -> say.Left:
         """A fetch from a node failed."""
+        self.core.membership.find(node)
+        with suppress(Unavailable):
+            await self.store.enter("failed", node, msgspec.json.encode(body))
+        return say.Left(state=self.has_failed(node, body).state)
+
+    def has_failed(self, node: str, body: say.Failed) -> Member:
+        """A fetch from a node failed, as was said here or to another master."""
         member = self.core.failed(self.now(), node, body.by, body.why)
         self._fetched_at.pop(node, None)
         self._probe_now[node] = None
-        return say.Left(state=member.state)
+        return member
 
     async def drain(self, node: str, *, on: bool) -> Member:
         """An operator wants nothing new there, or does again."""
+        self.core.membership.find(node)
+        await self.store.enter("drain", node, b"1" if on else b"0")
         return self.core.drain(self.now(), node, on=on)
 
     async def swap(self, kind: str, name: str) -> None:
         """Another policy from now on."""
-        self.core.choices.swap(kind, name)
+        self.core.choices.swap(kind, name)  # first, so that one that cannot be had is told to nobody
+        await self.store.enter("swap", kind, name.encode())
 
     # -- what they hold ----------------------------------------------------------------------------------------------------------------
 
-    async def events(self, node: str, frame: bytes) -> say.Applied:
+    async def events(self, node: str, frame: bytes, *, heard: bool = False) -> say.Applied:
         """A bundle, as a frame."""
         header, blob = decode(frame, _EVENTS)
         keys, tiers, present = blob.keys(header.n), blob.take(np.uint8, header.n), blob.take(np.uint8, header.n)
         _end(blob, tiers)
-        return await self.tell(node, header.registration, header.number, Told(key_words(keys), tiers, present, _spaces(header)))
+        told = Told(key_words(keys), tiers, present, _spaces(header))
+        return await self.tell(node, header.registration, header.number, told, frame, heard=heard)
 
-    async def piece(self, node: str, frame: bytes) -> say.Applied:
+    async def piece(self, node: str, frame: bytes, *, heard: bool = False) -> say.Applied:
         """A part of a resync, as a frame."""
         header, blob = decode(frame, _PIECE)
         keys, tiers = blob.keys(header.n), blob.take(np.uint8, header.n)
         _end(blob, tiers)
         told = Told(key_words(keys), tiers, np.ones(header.n, np.uint8), _spaces(header))
-        return await self.tell_piece(node, header.registration, header.sweep, header.index, told, bundle=header.bundle, last=header.last)
+        return await self.tell_piece(
+            node, header.registration, header.sweep, header.index, told, frame, bundle=header.bundle, last=header.last, heard=heard
+        )
 
-    async def tell(self, node: str, registration: int, number: int, told: Told) -> say.Applied:
-        """A bundle."""
+    async def tell(self, node: str, registration: int, number: int, told: Told, frame: bytes = b"", *, heard: bool = False) -> say.Applied:
+        """A bundle. ``frame``: as it came; ``heard``: from another master, who has entered it."""
         async with self._lock(node):
             member, verdict = self.core.expects(self.now(), node, registration, number)
+            if verdict == "gap" and self.store.shared and not heard:  # what it said to another master may be on its way
+                await self.store.catch_up(CATCH_UP_SECONDS)
+                member, verdict = self.core.expects(self.now(), node, registration, number)
             if verdict == "apply":
+                if not heard:
+                    await self.store.enter("events", node, frame)
                 await self._apply(member, told)
                 self.core.applied(member, number)
             return say.Applied(acknowledged=member.acknowledged, gap=verdict == "gap")
 
-    async def tell_piece(self, node: str, registration: int, sweep: int, index: int, told: Told, *, bundle: int, last: bool) -> say.Applied:
+    async def tell_piece(
+        self,
+        node: str,
+        registration: int,
+        sweep: int,
+        index: int,
+        told: Told,
+        frame: bytes = b"",
+        *,
+        bundle: int,
+        last: bool,
+        heard: bool = False,
+    ) -> say.Applied:
         """A part of a resync."""
         async with self._lock(node):
             member, verdict = self.core.expects_piece(self.now(), node, registration, sweep, index, bundle)
+            if verdict == "gap" and self.store.shared and not heard:
+                await self.store.catch_up(CATCH_UP_SECONDS)
+                member, verdict = self.core.expects_piece(self.now(), node, registration, sweep, index, bundle)
             if verdict == "apply":
+                if not heard:
+                    await self.store.enter("piece", node, frame)
                 await self._apply(member, told)
                 self.core.piece_applied(self.now(), member, last=last)
             return say.Applied(acknowledged=member.acknowledged, gap=verdict == "gap")
@@ -218,8 +288,14 @@ class MasterService:
         copies, tiers = self.core.locate(self.now(), bytes.fromhex(header.namespace), key_words(keys))
         return encode(say.LocateAnswer(n=header.n), copies, tiers)
 
-    async def external(self, engine: str, node: str, digest: bytes, tier: Tier, words: U64, *, present: bool, object_bytes: int) -> int:
+    async def external(
+        self, engine: str, node: str, digest: bytes, tier: Tier, words: U64, *, present: bool, object_bytes: int, heard: bool = False
+    ) -> int:
         """Keys of an engine's own cache."""
+        if not heard:
+            self.core.membership.find(node)
+            said = _External(engine, digest, int(tier), present, object_bytes)
+            await self.store.enter("external", node, msgspec.msgpack.encode((said, words.tobytes())))
         news = 0
         for start in range(0, len(words), SLICE):
             part = words[start : start + SLICE]
@@ -229,6 +305,7 @@ class MasterService:
 
     async def clear(self, engine: str, tier: Tier | None) -> int:
         """An engine has nothing in this tier, or at all, any more."""
+        await self.store.enter("clear", engine, b"" if tier is None else str(int(tier)).encode())
         return self.core.engines.clear(engine, tier)
 
     # -- time --------------------------------------------------------------------------------------------------------------------------
@@ -240,15 +317,23 @@ class MasterService:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._probing())
             while True:
-                busy = self.core.tick(self.now())
+                busy = self.core.tick(self.now(), active=self.store.active)
                 if (faults := self.core.choices.faults) != said:
                     said = faults
                     log.error("%s", "; ".join(faults) or "policies are well again")
                 for happening in [one for one in self.core.happenings if one.number > told]:
                     told = happening.number
+                    if happening.kind == DEAD and self.store.active:
+                        await self._enter_death(happening.node)
                     log.info("%s %s: %r", happening.node, happening.kind, happening.text)
                     self._news.set()
                 await asyncio.sleep(0.002 if busy else TICK_SECONDS)
+
+    async def _enter_death(self, node: str) -> None:
+        member = self.core.membership.members.get(node)
+        if member is not None and member.state == DEAD:
+            with suppress(Unavailable):  # the next reconciliation does it
+                await self.store.gone(node, member.registration)
 
     async def happened(self, after: int) -> list[Happening]:
         """What has happened since this number; waits until there is something."""
@@ -317,3 +402,19 @@ def _end(blob: Blob, tiers: Any) -> None:
     blob.end()
     if len(tiers) and int(tiers.max()) > Tier.SSD:
         raise InvalidRequest(f"{int(tiers.max())} is no tier", field="tier", example=str(int(Tier.DRAM)))
+
+
+class _External(msgspec.Struct, frozen=True, array_like=True):
+    """An engine's report as it stands in the log."""
+
+    engine: str
+    digest: bytes
+    tier: int
+    present: bool
+    object_bytes: int
+
+
+def decode_external(payload: bytes) -> tuple[_External, U64]:
+    """A report of the log, and its key words."""
+    said, words = msgspec.msgpack.decode(payload, type=tuple[_External, bytes])
+    return said, np.frombuffer(words, np.uint64).reshape(-1, 4)

@@ -1,0 +1,101 @@
+"""Several masters behind one Redis: any of them answers, one of them sweeps, and the death of any is nobody's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import umbp
+from tests.master.test_cluster import IDENTITY, PAGE, put
+from tests.masters import HEARTBEAT, MasterProcess, call, until
+from tests.pools import PoolProcess
+from tests.redis_process import RedisProcess
+from umbp.layout import Namespace
+
+
+@pytest.fixture
+def store() -> Iterator[RedisProcess]:
+    with RedisProcess() as redis:
+        yield redis
+
+
+def of(*masters: MasterProcess) -> PoolProcess:
+    """A pool of these masters, the first one first."""
+    return PoolProcess("--master", ",".join(master.http for master in masters), dram="16MiB")
+
+
+def route(master: MasterProcess, keys: Any, requester: str = "") -> list[str]:
+    """Nodes of the runs."""
+    body = {"namespace": Namespace(**IDENTITY).digest().hex(), "keys": [bytes(key).hex() for key in keys], "requester": requester}
+    return [run["node"] for run in master.post("/v1/route", body)["runs"]]
+
+
+def test_any_master_answers_for_every_pool_and_goes_on_where_another_one_ended(store: RedisProcess) -> None:
+    shared = ("--store", store.url)
+    with MasterProcess(*shared) as one, MasterProcess(*shared) as two, of(one, two) as a, of(two, one) as b:
+        for master in (one, two):
+            master.synced(a, b)
+        first, second = put(a, 1, 2), put(b, 11)
+        for master in (one, two):
+            until(lambda master=master: master.locations(bytes(first[1])) == {(a.name, "dram")})
+            until(lambda master=master: master.locations(bytes(second[0])) == {(b.name, "dram")})
+            assert route(master, first) == [a.name]
+        assert set(one.get("/v1/cluster")["masters"]) == {one.http, two.http}
+        one.post(f"/v1/nodes/{b.name}/drain")
+        one.post("/v1/policies/routing", {"name": "local_first"}, "PUT")
+        until(lambda: two.nodes()[b.name]["state"] == "draining" and two.get("/v1/cluster")["policies"]["routing"] == "local_first")
+        joins = a.log().count("member of the cluster")
+        one.kill()
+        third = put(a, 21)
+        waited = until(lambda: two.locations(bytes(third[0])) == {(a.name, "dram")})
+        assert waited < 40 * HEARTBEAT  # two heartbeats, on a machine that may be busy
+        assert a.log().count("member of the cluster") == joins  # the registration is the same everywhere
+        b.kill()
+        until(lambda: two.states()[b.name] == "dead")  # it sweeps now, whoever did before
+        one.start()
+        one.synced(a)
+        until(lambda: one.locations(bytes(third[0])) == {(a.name, "dram")})  # it has asked for all by the log
+        client = umbp.connect(a.socket)
+        out = [bytearray(PAGE) for _ in first]
+        assert client.namespace(**IDENTITY).get(first, out).all(umbp.ReadStatus.HIT)
+        client.close()
+
+
+def test_masters_answer_without_the_store_and_know_all_again_when_it_comes_back_empty(store: RedisProcess) -> None:
+    shared = ("--store", store.url)
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(MasterProcess(*shared)) for _ in range(2))
+        a = stack.enter_context(of(one, two))
+        for master in (one, two):
+            master.synced(a)
+        keys = put(a, 1, 2)
+        for master in (one, two):
+            until(lambda master=master: len(master.locations(bytes(keys[1]))) == 1)
+        store.kill()
+        until(lambda: any("store" in line for line in call(one.http + "/readyz")["warnings"]))
+        assert route(one, keys) == route(two, keys) == [a.name]
+        late = put(a, 31)  # the pool serves its own
+        store.start()
+        for master in (one, two):
+            until(lambda master=master: master.locations(bytes(late[0])) == {(a.name, "dram")})
+            assert master.states()[a.name] == "alive"
+        assert [bool(call(master.http + "/readyz")["warnings"]) for master in (one, two)] == [False, False]
+
+
+def test_a_store_that_nobody_listens_at_is_said_and_waited_for() -> None:
+    with RedisProcess() as redis:
+        redis.kill()
+        with MasterProcess("--store", redis.url) as master:
+            until(lambda: any("cannot be reached" in line for line in call(master.http + "/readyz")["warnings"]))
+            redis.start()
+            until(lambda: not call(master.http + "/readyz")["warnings"])
+            with of(master) as a:
+                master.synced(a)
+
+
+def test_a_bad_url_of_a_store_stops_the_start() -> None:
+    with pytest.raises(AssertionError, match="neither embedded nor the URL of a Redis"), MasterProcess("--store", "mysql://x"):
+        pass

@@ -1,0 +1,69 @@
+"""A real Redis (or Valkey) for tests, in memory alone, on a port of its own that it keeps over restarts."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from types import TracebackType
+
+import pytest
+
+from tests.masters import free_port
+from tests.pools import TIED
+
+SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
+START_SECONDS_MAX = 10.0
+
+
+class RedisProcess:
+    """Running while the ``with`` block does; skips the test where there is no server to run."""
+
+    def __init__(self) -> None:
+        if SERVER is None:
+            pytest.skip("no redis-server here: apt-get install redis-server")
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._folder = tempfile.mkdtemp(prefix="umbp-redis-")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> RedisProcess:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def start(self) -> None:
+        """Start with nothing in it, and wait until it answers."""
+        assert SERVER is not None
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", self._folder]
+        command = [sys.executable, "-I", "-S", "-c", TIED, SERVER, *options]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        give_up = time.monotonic() + START_SECONDS_MAX
+        while True:
+            try:
+                with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as probe:
+                    probe.sendall(b"PING\r\n")
+                    if probe.recv(16).startswith(b"+PONG"):
+                        return
+            except OSError:
+                pass
+            assert time.monotonic() < give_up, "redis-server does not answer"
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL: all that it had is gone."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(10.0)
+            self._process = None
+
+    def signal(self, number: int) -> None:
+        """Such as SIGSTOP."""
+        assert self._process is not None
+        self._process.send_signal(number)

@@ -1,0 +1,146 @@
+"""What a master does with changes that others have entered in the shared log, and with the table of members (`umbp.master.store`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from umbp.core.membership import DEAD
+from umbp.errors import NotFound, UmbpError, Unavailable
+from umbp.master import protocol as say
+from umbp.master.service import MasterService, decode_external
+from umbp.master.store import ACTIVE_SECONDS, RECONCILE_SECONDS, Entry, MemberRecord, SharedLog
+from umbp.types import Tier
+
+log = logging.getLogger("umbp.master.following")
+BLOCK_MS = 500
+RETRY_SECONDS = 0.5
+ASK_AGAIN_SECONDS = 3.0
+
+
+class Follower:
+    """Keeps one master in step with the others."""
+
+    def __init__(self, service: MasterService, store: SharedLog) -> None:
+        self.service, self.store = service, store
+        self._asked: dict[str, float] = {}  # node -> when it was asked for a resync
+        self._said = ""
+
+    def __repr__(self) -> str:
+        return f"<Follower of {self.store!r}>"
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._attending())
+            tasks.create_task(self._following())
+
+    async def _attending(self) -> None:
+        """Be there, and be active if nobody else is."""
+        while True:
+            try:
+                if await self.store.attend():
+                    self.service.core.membership.give_time(self.service.now())
+                    log.info("this master is the active one now")
+                self._say("")
+            except Unavailable as error:
+                self._say(str(error))
+            await asyncio.sleep(ACTIVE_SECONDS / 4)
+
+    async def _following(self) -> None:
+        """Read the log; begin anew after an outage, and compare with the table of members now and then."""
+        reconciled = 0.0
+        begun = False
+        while True:
+            try:
+                if not begun:
+                    await self._reconcile(await self.store.begin())
+                    begun, reconciled = True, self.service.now()
+                await self.store.read(self.apply, block_ms=BLOCK_MS)
+                if self.service.now() - reconciled > RECONCILE_SECONDS:
+                    reconciled = self.service.now()
+                    await self._reconcile(await self.store.members())
+            except Unavailable as error:
+                self._say(str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _reconcile(self, members: dict[str, MemberRecord]) -> None:
+        """Make our members those of the table."""
+        core = self.service.core
+        for node, record in members.items():
+            self._joined(node, record)
+            await self._ask_if_wanted(node)
+        for node, member in list(core.membership.members.items()):
+            if member.state != DEAD and node not in members:
+                core.gone(self.service.now(), node, member.registration)
+
+    async def apply(self, entry: Entry) -> None:
+        """One change that another master has entered. What cannot be applied is said, and mended by a resync or the next comparison."""
+        try:
+            await self._apply(entry)
+        except NotFound:
+            log.debug("a change of %s that is no member here", entry.node)
+        except (UmbpError, msgspec.MsgspecError, ValueError) as error:
+            log.error("a change of kind %s about %s could not be applied: %s", entry.kind, entry.node, error)
+
+    async def _apply(self, entry: Entry) -> None:
+        service, core, now = self.service, self.service.core, self.service.now()
+        node, payload = entry.node, entry.payload
+        if entry.kind == "events":
+            await service.events(node, payload, heard=True)
+            await self._ask_if_wanted(node)
+        elif entry.kind == "piece":
+            await service.piece(node, payload, heard=True)
+        elif entry.kind == "beat":
+            service.lives(node, msgspec.json.decode(payload, type=say.Heartbeat))
+        elif entry.kind == "join":
+            self._joined(node, msgspec.json.decode(payload, type=MemberRecord))
+        elif entry.kind == "dead":
+            core.gone(now, node, int(payload))
+        elif entry.kind == "resync":
+            core.membership.find(node).wants_resync = True
+        elif entry.kind == "failed":
+            service.has_failed(node, msgspec.json.decode(payload, type=say.Failed))
+        elif entry.kind == "drain":
+            core.drain(now, node, on=payload == b"1")
+        elif entry.kind == "swap":
+            core.choices.swap(node, payload.decode())
+        elif entry.kind == "external":
+            said, words = decode_external(payload)
+            await service.external(
+                said.engine,
+                node,
+                said.digest,
+                Tier(said.tier),
+                words,
+                present=said.present,
+                object_bytes=said.object_bytes,
+                heard=True,
+            )
+        elif entry.kind == "clear":
+            core.engines.clear(node, Tier(int(payload)) if payload else None)
+        else:
+            log.error("a change of the unknown kind %r", entry.kind)
+
+    def _joined(self, node: str, record: MemberRecord) -> None:
+        member = self.service.core.membership.members.get(node)
+        if member is None or member.registration < record.registration:
+            self.service.joined(msgspec.json.decode(record.join, type=say.Join), record.registration)
+
+    async def _ask_if_wanted(self, node: str) -> None:
+        """Have the node send all again, by the master that it speaks to."""
+        now = self.service.now()
+        member = self.service.core.membership.members.get(node)
+        if member is None or member.state == DEAD or not member.wants_resync:
+            return
+        if now - self._asked.get(node, -ASK_AGAIN_SECONDS) >= ASK_AGAIN_SECONDS:
+            self._asked[node] = now
+            await self.store.enter("resync", node, b"")
+            self._asked = {name: at for name, at in self._asked.items() if now - at < ASK_AGAIN_SECONDS}
+
+    def _say(self, what: str) -> None:
+        if what != self._said:
+            self._said = what
+            (log.warning if what else log.info)("%s", what or "the store is there again")
