@@ -2,17 +2,20 @@
 
     python scripts/bench/bench_load.py [--pages 1024] [--layers 16] [--repeats 7]
 
-"load": one rank restores pages of 64 tokens x 576 bytes a layer into random slots, layer by layer; the floor copies as many bytes from
-whole tensors, layer after layer, from contiguous buffers, with as many threads. The two take turns; the ratio is of throughputs.
-"stream": the floor against one copy of all the bytes by one call a thread, which the C library lets pass the caches by (no copy a layer
-or page does so; a third less traffic). "first_layer": the share of a load's time after which its first layer is there; wanted is
-1 / layers + 5 %. "plan": processor time to find the routes of 4,096 pages, which all of 61 layers x 2 components then use;
-"group_plan": the same for one of 8 ranks, windows and rings included.
+"load": one rank restores pages of 64 tokens x 576 bytes a layer into random slots, layer by layer; the floor copies as many bytes, layer
+after layer, each in one piece, with as many threads, between memory of the same kinds: out of shared memory, into tensors. They take turns;
+the ratio is of throughputs. "huge": the same load against that floor between two arrays of NumPy's, which has them in huge pages where the
+machine allows it, as neither the pool's memory nor an engine's tensors are by themselves. "stream": the latter floor against one copy of
+all the bytes by one call a thread, which the C library lets pass the caches by (no copy a layer or page does so; a third less traffic).
+"first_layer": the share of a load's time after which its first layer is there; wanted is 1 / layers + 5 %. "plan": processor time to find
+the routes of 4,096 pages, which all of 61 layers x 2 components then use; "group_plan": the same for one of 8 ranks, windows and rings
+included.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import statistics
 import time
 from collections.abc import Callable
@@ -36,12 +39,12 @@ PLAN_PAGES, PLAN_LAYERS, PLAN_RANKS, PLAN_SECONDS_MAX = 4096, 61, 8, 3e-3
 RATIO_MIN, FIRST_LAYER_SPARE = 0.9, 0.05
 
 
-def plain_copy(copiers: ThreadPoolExecutor, target: np.ndarray, source: np.ndarray, threads: int) -> harness.Pass:
-    """Copies (pieces, bytes) arrays, one piece after the other, each split over the threads."""
-    cuts = [target.shape[1] * part // threads for part in range(threads + 1)]
+def plain_copy(copiers: ThreadPoolExecutor, target: list[np.ndarray], source: list[np.ndarray], threads: int) -> harness.Pass:
+    """Copies arrays of equal size, one after the other, each split over the threads."""
+    cuts = [len(target[0]) * part // threads for part in range(threads + 1)]
 
     def part_of(piece: int, part: int) -> None:
-        np.copyto(target[piece, cuts[part] : cuts[part + 1]], source[piece, cuts[part] : cuts[part + 1]])
+        np.copyto(target[piece][cuts[part] : cuts[part + 1]], source[piece][cuts[part] : cuts[part + 1]])
 
     def copy() -> list[float]:
         started = time.perf_counter()
@@ -57,6 +60,9 @@ def measure_load(pages: int, layers: int, repeats: int) -> None:
     size = pages * layers * TOKENS * ROW_BYTES
     tensors = {"kv": [torch.zeros((pages * TOKENS, ROW_BYTES), dtype=torch.uint8) for _ in range(layers)]}
     layout = umbp.Layout.of(tensors, page_tokens=TOKENS)
+    shared = np.frombuffer(mmap.mmap(-1, size), np.uint8).reshape(layers, -1)
+    shared[:] = 1
+    others = [torch.zeros(size // layers, dtype=torch.uint8).numpy() for _ in range(layers)]
     source, target = np.ones((layers, size // layers), np.uint8), np.zeros((layers, size // layers), np.uint8)
     keys, slots = harness.random_keys(pages, 1), np.random.default_rng(2).permutation(pages)
     shares: list[float] = []
@@ -76,12 +82,14 @@ def measure_load(pages: int, layers: int, repeats: int) -> None:
                 return [seconds]
 
             with ThreadPoolExecutor(threads) as copiers:
-                copy = plain_copy(copiers, target, source, threads)
-                stream = plain_copy(copiers, target.reshape(1, -1), source.reshape(1, -1), threads)
-                subject, floor, streamed = harness.in_turns(repeats, load, copy, stream)
+                copy = plain_copy(copiers, others, list(shared), threads)
+                huge = plain_copy(copiers, list(target), list(source), threads)
+                stream = plain_copy(copiers, [target.reshape(-1)], [source.reshape(-1)], threads)
+                subject, floor, huged, streamed = harness.in_turns(repeats, load, copy, huge, stream)
     row = harness.compared(subject, floor, bytes_a_call=size, at_least=RATIO_MIN)
     harness.emit(op="load", pages=pages, layers=layers, bytes=size, threads=threads, **row)
-    harness.emit(op="stream", bytes=size, threads=threads, **harness.compared(floor, streamed, bytes_a_call=size))
+    harness.emit(op="huge", bytes=size, threads=threads, **harness.compared(subject, huged, bytes_a_call=size))
+    harness.emit(op="stream", bytes=size, threads=threads, **harness.compared(huged, streamed, bytes_a_call=size))
     share, most = statistics.median(shares[1:]), 1 / layers + FIRST_LAYER_SPARE
     harness.emit(op="first_layer", share=round(share, 4), target=f"share <= {most:.4f}", met=share <= most)
 

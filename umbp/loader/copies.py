@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from umbp.loader.tensors import KvTensors, Plane
 from umbp.types import I64, U8
 
 ALIGN = 64  # of a plane's rows in a ring slot: a cache line
+PARTS = 2  # of a layer for each thread: what one that is late leaves to the others
 
 
 @dataclass(slots=True)
@@ -56,19 +59,14 @@ class Copies:
 
     def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken) -> bool:
         """See `Mover.restore`."""
-        routes = self.route(offsets, slots)
+        layers = _Layers(self, load, data, Route(offsets, slots).split(self.threads * PARTS), taken)
         if not load.claim():
             return False
         try:
-            for layer in range(len(self.planes)):
-                if load.cancelled or time.monotonic() > load.deadline:
-                    return False
-                taken.own += self.load(data, routes, layer)
-                load.read_bytes = taken.segment
-                load.advance(layer + 1)
+            self._together(layers.run)
         finally:
             load.let_go()
-        return True
+        return not layers.stopped
 
     def save(self, data: U8, offsets: I64, slots: I64) -> None:
         """See `Mover.save`."""
@@ -80,7 +78,7 @@ class Copies:
 
     def load(self, data: U8, routes: list[Route], layer: int) -> int:
         """One layer of these pages from the segment into the planes; bytes."""
-        self.each(routes, partial(self._load, data, layer))
+        self.each(routes, partial(self.move, data, layer))
         return sum(map(len, routes)) * self.layer_bytes[layer]
 
     def store(self, data: U8, routes: list[Route]) -> None:
@@ -125,11 +123,23 @@ class Copies:
         for future in futures:
             future.result()
 
+    def _together(self, work: Callable[[], None]) -> None:
+        """The same in all threads at once; returns when all have come back, also after an error."""
+        futures = [self._pool.submit(work) for _ in range(self.threads - 1)]
+        try:
+            work()
+        finally:
+            for future in futures:
+                future.exception()
+        for future in futures:
+            future.result()
+
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown(wait=True)
 
-    def _load(self, data: U8, layer: int, route: Route) -> None:
+    def move(self, data: U8, layer: int, route: Route) -> None:
+        """One layer of one route, in this thread."""
         for plane, array in self.planes[layer]:
             route.load(data, plane.object_offset, array)
 
@@ -153,3 +163,49 @@ def _pull(staged: U8, which: I64, array: U8, slots: I64) -> None:
     step = max(1, CHUNK_BYTES // nbytes)
     for at in range(0, len(which), step):  # an indexed load makes a copy: a small one
         target[slots[at : at + step]] = source[which[at : at + step]]
+
+
+class _Layers:
+    """A load as pieces, layer after layer, that threads take in turns: none waits for another at the end of a layer.
+
+    So a thread whose core is busy delays its own piece alone; the others are in the next layer meanwhile. A layer is told when its last
+    piece and those of all layers before it are there.
+    """
+
+    def __init__(self, copies: Copies, load: Load, data: U8, routes: list[Route], taken: Taken) -> None:
+        self.stopped = False
+        self._copies, self._load, self._data, self._routes, self._taken = copies, load, data, routes, taken
+        self._next = count()
+        self._left = [len(routes)] * len(copies.planes)
+        self._ready = 0
+        self._pages = sum(map(len, routes))
+        self._lock = threading.Lock()
+        self._tell()
+
+    def run(self) -> None:
+        """Take pieces until none is left, or the load is cancelled or late."""
+        load, parts = self._load, len(self._routes)
+        total = parts * len(self._left)
+        while (piece := next(self._next)) < total:  # one step of the interpreter: no piece is taken twice
+            if self.stopped or load.cancelled or time.monotonic() > load.deadline:
+                self.stopped = True
+                return
+            layer, part = divmod(piece, parts)
+            try:
+                self._copies.move(self._data, layer, self._routes[part])
+            except BaseException:
+                self.stopped = True
+                raise
+            with self._lock:
+                self._left[layer] -= 1
+                self._tell()
+
+    def _tell(self) -> None:
+        ready = self._ready
+        while ready < len(self._left) and not self._left[ready]:
+            self._taken.own += self._copies.layer_bytes[ready] * self._pages
+            ready += 1
+        if ready > self._ready:
+            self._ready = ready
+            self._load.read_bytes = self._taken.segment
+            self._load.advance(ready)

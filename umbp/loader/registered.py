@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import threading
 from dataclasses import dataclass
 
@@ -49,13 +50,11 @@ class Segment:
         runtime = self._runtime
         key = (runtime.name, str(runtime.device), data.ctypes.data)
         with _lock:
-            found = _made.get(key)
             if key != self._key:
                 self._let_go()
-                found = _made.get(key) or _register(key, runtime, data)
-                found.users.add(id(self))
-                self._key = key
-            assert found is not None
+            found = _made.get(key) or _register(key, runtime, data)
+            found.users.add(id(self))
+            self._key = key
             if found.fault:
                 raise Fault(found.fault)
             return found.alias
@@ -67,10 +66,13 @@ class Segment:
 
     def _let_go(self) -> None:
         key, self._key = self._key, None
-        if key is not None:
-            _made[key].users.discard(id(self))
-            if not _made[key].users:
+        if key is not None and (made := _made.get(key)) is not None:  # none at the exit of the process, which came first
+            made.users.discard(id(self))
+            if not made.users:
                 _unregister(key)
+
+
+os.register_at_fork(after_in_child=_made.clear)  # the parent's: a GPU's runtime does not survive a fork
 
 
 def _register(key: tuple[str, str, int], runtime: Runtime, data: U8) -> _Registration:
