@@ -32,18 +32,17 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from umbp.client import Lease, Namespace, connect
+from umbp.client import Namespace, connect
 from umbp.errors import UmbpError
 from umbp.integrations import versions
 from umbp.integrations.kv_events import Publisher, Residents
-from umbp.integrations.windows import windows_that_are_whole
+from umbp.integrations.windows import leading, windows_that_are_whole
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader import Load, Loader
 from umbp.types import I64, U8, Mask
@@ -69,6 +68,7 @@ try:
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
     from sglang.srt.utils import get_device_module
 
+    from umbp.integrations.sglang_leases import Held, Leases
     from umbp.integrations.sglang_loads import LayerLoads, distinct, never
     from umbp.integrations.sglang_offloads import Node, OffloadQueue, Part
     from umbp.integrations.sglang_place import Place, Settings, data_parallel_rank, open_namespace
@@ -95,10 +95,10 @@ class Shelf:
 
 @dataclass(slots=True)
 class Wanted:
-    """An admitted request until its batch has ended. ``parts``: shelf -> keys (n, 32) and slots (n,); ``leases`` protect them."""
+    """An admitted request until its batch has ended. ``parts``: shelf -> keys (n, 32) and slots (n,); ``held`` protects them."""
 
     parts: dict[int, tuple[U8, I64]]
-    leases: list[Lease] = field(default_factory=list)
+    held: Held = field(default_factory=lambda: Held({}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +147,14 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         except BaseException:
             self._close_shelves()
             raise
+        self.windows = {number: shelf for number, shelf in enumerate(self.shelves) if shelf.bundle.source != PoolName.KV}
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._queued: dict[str, Wanted] = {}
         self._started: dict[int, list[Wanted]] = {}
         self._known: OrderedDict[str, None] = OrderedDict()
-        self._errands = ThreadPoolExecutor(1, thread_name_prefix="umbp-lease")
+        namespaces = [shelf.namespace for shelf in self.shelves]
+        self._leases = Leases(namespaces, wait_seconds=settings.protect_seconds, ahead_seconds=settings.hold_seconds)
         self._prefetches = ThreadPoolExecutor(1, thread_name_prefix="umbp-prefetch")
         self._sent_for = 0
         self._asked: deque[U8] = deque(maxlen=PROMPTS_REMEMBERED_MAX)
@@ -183,53 +185,59 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _lengths(self, rid: str, by_source: dict[PoolName, PoolTransfer]) -> list[int]:
         kv = by_source.get(PoolName.KV)
-        if kv is None or not kv.keys:
+        if kv is None or not kv.keys or not all(shelf.bundle.source in by_source for shelf in self.shelves):
             return []
         keys = keys_of(kv.keys)
-        if rid not in self._known:
-            self._hear_of(rid, keys, by_source)
+        windows = {number: max(1, len(by_source[shelf.bundle.source].keys or ())) for number, shelf in self.windows.items()}
         self._count["lookups"] += 1
         self._count["pages_asked"] += len(keys)
-        pages, ends = len(keys), None
-        for shelf in self.shelves:
-            transfer = by_source.get(shelf.bundle.source)
-            if transfer is None:
-                return []
-            hit = self._stored(shelf, keys if shelf.bundle.source == PoolName.KV else keys[:pages])
-            if shelf.bundle.source == PoolName.KV:
-                pages = min(pages, len(hit) if hit.all() else int(hit.argmin()))
-            else:
-                whole = windows_that_are_whole(hit, max(1, len(transfer.keys or ())))
-                ends = whole if ends is None else ends & whole
-            if not pages:
-                return []
-        found = list(range(1, pages + 1)) if ends is None else (np.flatnonzero(ends) + 1).tolist()
+        ahead = self._leases.known(rid, keys) if self.settings.protect == "lookup" else None
+        hits = self._hits(rid, keys, windows) if ahead is None else ahead
+        found = self._ends(hits, windows)
+        if self.settings.protect == "lookup" and ahead is None and found:
+            found = self._ends(self._leases.promise(rid, keys[: found[-1]], hits), windows)
         self._count["pages_found"] += found[-1] if found else 0
         if found and self._residents is not None:
             self._residents.there(keys[: found[-1]])
         return found
 
-    def _stored(self, shelf: Shelf, keys: U8) -> Mask:
-        """Which pages are there, in this node's memory."""
-        look = shelf.namespace.operations.look(keys)
-        return np.zeros(len(keys), bool) if look is None else look.found.hit
+    def _ends(self, hits: dict[int, Mask], windows: dict[int, int]) -> list[int]:
+        """The lengths at which KV is there from the first page on, and every window before the end."""
+        pages = min(leading(hit) for number, hit in hits.items() if number not in windows)
+        ends = [windows_that_are_whole(hits[number][:pages], window) for number, window in windows.items()] if pages else []
+        return (np.flatnonzero(np.logical_and.reduce(ends)) + 1).tolist() if ends else list(range(1, pages + 1))
 
-    def _hear_of(self, rid: str, keys: U8, by_source: dict[PoolName, PoolTransfer]) -> None:
-        """The first time that a request asks: its keys go to the access history, and what is elsewhere is sent for."""
+    def _hits(self, rid: str, keys: U8, windows: dict[int, int]) -> dict[int, Mask]:
+        """Shelf -> which pages are there, of windows and states as far as KV is."""
+        first = rid not in self._known
+        hits: dict[int, Mask] = {}
+        pages = len(keys)
+        for number, shelf in enumerate(self.shelves):
+            part = keys[:pages]
+            if first and number == 0:  # once a request its keys go to the access history
+                hits[number] = shelf.namespace.lookup(part)
+            else:
+                look = shelf.namespace.operations.look(part)
+                hits[number] = np.zeros(len(part), bool) if look is None else look.found.hit
+            if number not in self.windows:
+                pages = min(pages, leading(hits[number]))
+        if first:
+            self._hear_of(rid, keys, hits, windows)
+        return hits
+
+    def _hear_of(self, rid: str, keys: U8, hits: dict[int, Mask], windows: dict[int, int]) -> None:
+        """The first time that a request asks: the order of its pages is remembered, and what is elsewhere is sent for."""
         self._known[rid] = None
         while len(self._known) > REQUESTS_REMEMBERED_MAX:
             self._known.popitem(last=False)
         self._asked.append(keys)
-        for shelf in self.shelves:
-            if shelf.bundle.source == PoolName.KV:
-                found = shelf.namespace.lookup(keys)
-            elif shelf.bundle.source in by_source:
-                keys = keys[-len(by_source[shelf.bundle.source].keys or ()) :]
-                found = self._stored(shelf, keys)
-            else:
-                continue
-            if self.settings.prefetch and not found.all() and shelf.namespace.operations.may_fetch:
-                self._send_for(shelf, keys[~found][:LARGE_BATCH_MAX])
+        for number, shelf in enumerate(self.shelves):
+            if self.settings.prefetch and shelf.namespace.operations.may_fetch:
+                absent = np.ones(len(keys), bool)
+                absent[: len(hits[number])] = ~hits[number]
+                absent[: len(keys) - windows.get(number, len(keys))] = False  # of windows, the last one
+                if absent.any():
+                    self._send_for(shelf, keys[absent][:LARGE_BATCH_MAX])
 
     def _send_for(self, shelf: Shelf, keys: U8) -> None:
         """Have these pages brought from the SSD or another node, for a later lookup of a request that waits. Not where too many wait."""
@@ -257,9 +265,9 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if not wanted.parts or rid in self._queued:
             return False
         self._count["loads"] += 1
-        if not self._protect(wanted):
+        if not self._protect(rid, wanted):
             self._count["refused_loads"] += 1
-            self._let_go(wanted)
+            self._leases.release(wanted.held)
             return False
         self._queued[rid] = wanted
         return True
@@ -273,53 +281,29 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
                 parts[number] = (keys_of(transfer.keys), shelf.bundle.slots(transfer))
         return Wanted(parts)
 
-    def _protect(self, wanted: Wanted) -> bool:
-        """Lease all pages; whether all of them are held. A pool that does not answer in time counts as no.
+    def _protect(self, rid: str, wanted: Wanted) -> bool:
+        """Lease all pages, if they are not already; whether all of them are held. A pool that does not answer in time counts as no.
 
         With peers, who could not be told of a no, it is asked for and not waited for.
         """
-        asked = self._errands.submit(self._lease, wanted)
-        if not self.place.alone:
+        keys = {number: part[0] for number, part in wanted.parts.items()}
+        if (held := self._leases.take(rid, keys)) is not None:
+            wanted.held = held
             return True
-        try:
-            return asked.result(self.settings.protect_seconds)
-        except NotInTime:
-            return False
-
-    def _lease(self, wanted: Wanted) -> bool:
-        try:
-            for number, (keys, _) in wanted.parts.items():
-                namespace = self.shelves[number].namespace
-                lease = namespace.run(namespace.operations.lease(keys, None, "never"))
-                wanted.leases.append(lease)
-                if not lease.held.all():
-                    return False
-        except Exception as error:  # noqa: BLE001 - it is a no, whatever the reason
-            log.warning("pages could not be leased: %s", error)
-            return False
-        return True
-
-    def _let_go(self, *gone: Wanted) -> None:
-        """Release their leases, after all that was asked for them; nobody waits for it."""
-        self._errands.submit(self._release, gone)
-
-    def _release(self, gone: tuple[Wanted, ...]) -> None:
-        for wanted in gone:
-            for lease in wanted.leases:
-                namespace = self.shelves[0].namespace
-                namespace.run(namespace.operations.release(lease))
-            wanted.leases.clear()
+        wanted.held = self._leases.ask(keys)
+        return not self.place.alone or wanted.held.whole(self.settings.protect_seconds)
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Forget a load that was not started."""
         wanted = self._queued.pop(rid, None)
         if wanted is None:
             return False
-        self._let_go(wanted)
+        self._leases.release(wanted.held)
         return True
 
     def start_layer_wise_loading(self) -> int:
         """Start all queued loads; the batch's number, or -1 if there are none."""
+        self._leases.sweep()
         if not self._queued:
             return -1
         batch, self._queued = list(self._queued.values()), {}
@@ -353,7 +337,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Wait until nothing of this batch is written to any slot; whether every page of it arrived."""
         done = [load.finish() for load in self.layer_done_counter.end(counter_index)]
-        self._let_go(*self._started.pop(counter_index, ()))
+        self._leases.release(*(wanted.held for wanted in self._started.pop(counter_index, ())))
         reasons = {each.reason or "?" for each in done if len(each.missing)}
         if reasons:
             self._count["failed_batches"] += 1
@@ -426,7 +410,9 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
             load.cancel()
         for load in loads:
             load.finish()
-        self._let_go(*self._queued.values(), *(wanted for batch in self._started.values() for wanted in batch))
+        every = [*self._queued.values(), *(wanted for batch in self._started.values() for wanted in batch)]
+        self._leases.release(*(wanted.held for wanted in every))
+        self._leases.clear()
         self._queued.clear()
         self._started.clear()
         self._offloads.reset()
@@ -436,7 +422,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.reset()
         self._offloads.close()
         self._prefetches.shutdown(wait=True, cancel_futures=True)
-        self._errands.shutdown(wait=True)
+        self._leases.close()
         if self._residents is not None:
             self._residents.close()
             self._publisher.close()

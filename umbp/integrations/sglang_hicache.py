@@ -27,7 +27,7 @@ import torch
 from umbp.client import Namespace, connect
 from umbp.errors import InvalidRequest, UmbpError
 from umbp.integrations import versions
-from umbp.integrations.windows import windows_that_are_whole
+from umbp.integrations.windows import leading, windows_that_are_whole
 from umbp.layout import Component, Layout
 from umbp.loader import Loader
 from umbp.types import I64, KEY_BYTES, U8, Mask, ReadStatus, WriteStatus
@@ -244,8 +244,7 @@ class UMBPHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading keys are stored."""
-        hit = self._stored(PoolName.KV, keys_of(keys))
-        return len(hit) if hit.all() else int(hit.argmin())
+        return leading(self._stored(PoolName.KV, keys_of(keys)))
 
     def exists(self, key: str) -> bool:
         """Whether a key is stored, as a page or as a flat tensor."""

@@ -56,7 +56,8 @@ class Settings:
 
     ``pool``: the pool's socket. ``model``, ``revision``, ``tenant``, ``salt``: parts of the identity; model and revision come from SGLang's
     arguments. ``group``: whether ranks with the same KV load together. ``staging``: segment memory a rank for that. ``deadline_seconds``:
-    a load that takes longer has failed. ``protect_seconds``: how long the scheduler waits for the lease of an admitted request.
+    a load that takes longer has failed. ``protect``: ``load`` or ``lookup``, when pages are leased (`umbp.integrations.sglang_leases`), and
+    ``protect_seconds``: how long the scheduler waits for it.
     ``copy_threads``: cores of a rank that copy. ``prefetch``: whether pages on the SSD or on other nodes are sent for when a request first
     asks, and ``hold_seconds``: how long they are kept for it. ``meet_seconds``, ``patience_seconds``: how long a rank waits for the others
     at the start of a load, and for a sign of them later, before it does without. ``events``: where rank 0 publishes what the pool holds,
@@ -71,6 +72,7 @@ class Settings:
     group: bool = True
     staging: str = "64MiB"
     deadline_seconds: float = 10.0
+    protect: str = "load"
     protect_seconds: float = 0.1
     copy_threads: int | None = None
     prefetch: bool = True
@@ -98,6 +100,8 @@ class Settings:
             if not isinstance(value, kinds) or (isinstance(value, bool) and kinds != (bool,)):
                 raise InvalidRequest(f"{value!r} is of the wrong kind", field=f"linker_extra_config.{name}", example=SETTINGS_EXAMPLE)
         settings = cls(**values)
+        if settings.protect not in ("load", "lookup"):
+            raise InvalidRequest(f"{settings.protect!r} is neither load nor lookup", field="linker_extra_config.protect", example="load")
         for name, (low, high) in RANGES.items():
             number = getattr(settings, name)
             if number is not None and not low <= number <= high:

@@ -1,10 +1,15 @@
-"""Where a prefix can end: at the pages whose window before them is whole."""
+"""Where a prefix can end: after the leading run of its pages, at those whose window before them is whole."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from umbp.types import Mask
+
+
+def leading(hit: Mask) -> int:
+    """How many leading pages are there."""
+    return len(hit) if hit.all() else int(hit.argmin())
 
 
 def windows_that_are_whole(hit: Mask, window: int) -> Mask:

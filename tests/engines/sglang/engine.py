@@ -104,6 +104,7 @@ class Engine:
         tree: dict[str, Any] | None = None,
         **extra: Any,
     ) -> None:
+        self.waiting: Any = None  # a request that was matched and is not admitted yet
         self.model: Model = MODELS[kind](pages)
         self.page = self.model.page
         self.params: CacheInitParams = self.model.params(tree_core_backend=core, tp_cache_group=group, **(tree or {}))

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -75,6 +76,18 @@ def obey(engine: Engine, do: str, number: int = 1, pages: int = 8, seed: int = 7
         found, request = engine.match(tokens, f"r{number}")
         engine.linker.shelves[0].namespace.remove(umbp.page_keys(tokens, engine.page)[2:3])
         return engine.admit(found, request)
+    if do == "match":
+        engine.drop()
+        engine.waiting = engine.match(tokens, f"r{number}")
+        return int(engine.waiting[0].host_hit_length) // engine.page
+    if do == "admit":
+        loaded = engine.admit(*engine.waiting)
+        slots = engine.cache.linker.private_load_indices[f"r{number}"].clone()
+        index = engine.cache.ready_to_load_host_cache()
+        engine.cache.linker.layer_done_counter.set_consumer(index)
+        engine.forward()
+        ended = engine.cache.linker.finish_loads()
+        return {"loaded": loaded, "ended": ended, "good": engine.has(slots, seed), "refused": engine.linker.statistics().refused_loads}
     if do == "finish":
         index = engine.cache.ready_to_load_host_cache()
         engine.cache.linker.layer_done_counter.set_consumer(index)
@@ -187,6 +200,39 @@ def test_pages_that_one_rank_loses_end_that_batch_on_all_ranks_and_no_other(serv
         assert all((each["loaded"], each["ended"], each["good"]) == (8, [], True) for each in answers), answers
         answers = group.ask("restore", number=1, pages=8)
         assert all((each["loaded"], each["ended"], each["good"]) == (2, [], True) for each in answers), "the rest is computed"
+        group.end()
+
+
+@pytest.mark.parametrize("kind", ["mla", "mha", "swa"])
+def test_what_was_leased_at_lookup_is_there_at_load_whatever_is_evicted(kind: str) -> None:
+    options = {"tenant": "ahead", "protect": "lookup", "protect_seconds": 10.0, "hold_seconds": 60.0, "staging": "256KiB"}
+    with PoolProcess("--eviction", "lru", dram="8MiB") as pool, ranks(pool.socket, kind, 2, **options) as group:
+        group.ask("compute", pages=8)
+        group.ask("compute", number=2, pages=8)
+        assert group.ask("match", pages=8) == [8, 8]
+        with umbp.connect(pool.socket) as client:
+            namespace = client.namespace(model="another", page_tokens=64, layout=umbp.Layout.opaque(16 << 10))
+            for start in range(0, 2000, 100):
+                namespace.put(np.random.default_rng(start).integers(0, 256, (100, 32), dtype=np.uint8), np.zeros((100, 16 << 10), np.uint8))
+            assert client.status()["counters"]["evicted_keys"] > 1000
+        assert group.ask("match", number=2, pages=8) == [0, 0], "what nobody leased is gone"
+        assert group.ask("match", pages=8) == [8, 8]
+        answers = group.ask("admit", pages=8)
+        assert all(answer == {"loaded": 8, "ended": [], "good": True, "refused": 0} for answer in answers), answers
+        with umbp.connect(pool.socket) as client:
+            eventually(lambda: client.status()["leases"] == 0, "no lease is left")
+        group.end()
+
+
+def test_leases_ahead_of_loads_that_do_not_come_are_let_go(server: PoolProcess) -> None:
+    options = {"tenant": "never", "protect": "lookup", "protect_seconds": 10.0, "hold_seconds": 0.05}
+    with ranks(server.socket, "mla", 1, **options) as group, umbp.connect(server.socket) as client:
+        group.ask("compute", pages=8)
+        assert group.ask("match", pages=8) == [8]
+        assert client.status()["leases"] >= 1
+        eventually(lambda: [group.ask("match", number=9), client.status()["leases"]][1] == 0, "they are let go")
+        (answer,) = group.ask("restore", pages=8)
+        assert (answer["loaded"], answer["ended"], answer["good"]) == (8, [], True)
         group.end()
 
 

@@ -1,0 +1,170 @@
+"""Leases for SGLang's requests: asked for in a thread, waited for a bounded time, released without anyone waiting.
+
+Two moments to lease are worth having. *At load* (the default) a request is admitted and its pages are leased in one call; a worker alone
+that does not get all of them computes instead. Ranks with peers cannot say no one by one, so a page that went between lookup and load fails
+their batch. *At lookup* the pages are leased before a length is promised: SGLang reduces the lengths over its ranks, so what they agree on
+is leased on each of them, and a load can only fail with the pool. It costs one call per request that finds something, in the lookup; the
+leases are kept `ahead` for the load, for a bounded time and number of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from umbp.client import Lease, Namespace
+from umbp.types import U8, Mask
+
+log = logging.getLogger("umbp.integrations.sglang")
+AHEAD_REQUESTS_MAX = 256
+
+
+@dataclass(slots=True)
+class Held:
+    """Pages of one request: shelf -> keys that were asked for, and the lease of those that were there."""
+
+    keys: dict[int, U8]
+    leases: dict[int, Lease] = field(default_factory=dict)
+    answer: Future[None] | None = None
+
+    def answered(self, seconds: float) -> bool:
+        """Wait so long; whether the pool has answered for all."""
+        assert self.answer is not None
+        try:
+            self.answer.result(seconds)
+        except NotInTime:
+            return False
+        return set(self.leases) == set(self.keys)
+
+    def masks(self) -> dict[int, Mask]:
+        """Shelf -> which of its keys are held and stay."""
+        return {number: lease.check() for number, lease in self.leases.items()}
+
+    def whole(self, seconds: float) -> bool:
+        """Whether all pages are held, known within this time."""
+        return self.answered(seconds) and all(mask.all() for mask in self.masks().values())
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """What was leased when a request was looked up: the first (n, 32) ``keys`` of its prompt, and for each shelf which of them are held."""
+
+    keys: U8
+    masks: dict[int, Mask]
+    held: Held
+    since: float
+
+    def covers(self, wanted: dict[int, U8]) -> bool:
+        """Whether the pages that end at one of its lengths are these: whole for KV, the last ones for windows and states."""
+        count = max((len(keys) for keys in wanted.values()), default=0)
+        for number, keys in wanted.items():
+            part = slice(count - len(keys), count)
+            if number not in self.masks or not np.array_equal(self.keys[part], keys) or not self.masks[number][part].all():
+                return False
+        return count > 0
+
+
+class Leases:
+    """The leases of one worker. ``namespaces``: one a shelf."""
+
+    def __init__(self, namespaces: Sequence[Namespace], *, wait_seconds: float, ahead_seconds: float) -> None:
+        self._namespaces = namespaces
+        self._wait_seconds = wait_seconds
+        self._ahead_seconds = ahead_seconds
+        self._ahead: OrderedDict[str, Ahead] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbp-lease")  # one, so that a release comes after what it releases
+
+    def __repr__(self) -> str:
+        return f"<Leases of {len(self._ahead)} requests ahead of their loads>"
+
+    def ask(self, keys: dict[int, U8]) -> Held:
+        """Ask for these pages."""
+        held = Held(keys)
+        held.answer = self._thread.submit(self._take, held)
+        return held
+
+    def release(self, *gone: Held) -> None:
+        """Let go of these, after all that was asked for them; nobody waits for it."""
+        if gone:
+            self._thread.submit(self._release, gone)
+
+    # -- ahead of loads ----------------------------------------------------------------------------------------------------------------
+
+    def known(self, rid: str, keys: U8) -> dict[int, Mask] | None:
+        """What is held for this request since an earlier lookup; None if nothing is, or for other pages."""
+        self.sweep()
+        ahead = self._ahead.get(rid)
+        if ahead is None:
+            return None
+        if len(keys) >= len(ahead.keys) and np.array_equal(keys[: len(ahead.keys)], ahead.keys):
+            return ahead.masks
+        self.drop(rid)
+        return None
+
+    def promise(self, rid: str, keys: U8, hits: dict[int, Mask]) -> dict[int, Mask]:
+        """Lease what was hit of these first pages of a prompt; what is held of it. Nothing if the pool does not answer in time."""
+        which = {number: np.flatnonzero(hit[: len(keys)]) for number, hit in hits.items()}
+        held = self.ask({number: keys[places] for number, places in which.items()})
+        if not held.answered(self._wait_seconds):
+            self.release(held)
+            return {number: np.zeros(len(keys), bool) for number in hits}
+        masks = {}
+        for number, mask in held.masks().items():
+            masks[number] = np.zeros(len(keys), bool)
+            masks[number][which[number][mask]] = True
+        self._ahead[rid] = Ahead(keys, masks, held, time.monotonic())
+        return masks
+
+    def take(self, rid: str, wanted: dict[int, U8]) -> Held | None:
+        """What was leased ahead for this load, if it is all of it and still stands."""
+        ahead = self._ahead.pop(rid, None)
+        if ahead is None:
+            return None
+        if ahead.covers(wanted) and ahead.held.whole(0.0):
+            return ahead.held
+        self.release(ahead.held)
+        return None
+
+    def drop(self, rid: str) -> None:
+        """This request does not load what it was promised."""
+        if (ahead := self._ahead.pop(rid, None)) is not None:
+            self.release(ahead.held)
+
+    def sweep(self) -> None:
+        """Let go of what has waited for too long, and of the oldest where there are too many."""
+        old = time.monotonic() - self._ahead_seconds
+        while self._ahead and (len(self._ahead) > AHEAD_REQUESTS_MAX or next(iter(self._ahead.values())).since < old):
+            self.release(self._ahead.popitem(last=False)[1].held)
+
+    def clear(self) -> None:
+        """Let go of all that is ahead."""
+        for rid in list(self._ahead):
+            self.drop(rid)
+
+    def close(self) -> None:
+        """Release everything, and end the thread."""
+        self.clear()
+        self._thread.shutdown(wait=True)
+
+    # -- in the thread -----------------------------------------------------------------------------------------------------------------
+
+    def _take(self, held: Held) -> None:
+        try:
+            for number, keys in held.keys.items():
+                namespace = self._namespaces[number]
+                held.leases[number] = namespace.run(namespace.operations.lease(keys, None, "never"))
+        except Exception as error:  # noqa: BLE001 - it is a no, whatever the reason
+            log.warning("pages could not be leased: %s", error)
+
+    def _release(self, gone: tuple[Held, ...]) -> None:
+        for held in gone:
+            for number, lease in held.leases.items():
+                namespace = self._namespaces[number]
+                namespace.run(namespace.operations.release(lease))
