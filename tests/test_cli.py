@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -353,3 +354,65 @@ def test_the_address_comes_from_the_option_then_the_variable_then_the_default() 
     assert pool_address("", environ).path == "/run/x/default.sock"
     assert pool_address("", {**environ, "UMBP_POOL": "/y.sock"}).path == "/y.sock"
     assert pool_address("http://[::1]:80", {**environ, "UMBP_POOL": "/y.sock"}).netloc == "[::1]:80"
+
+
+# -- the cluster -------------------------------------------------------------------------------------------------------------------
+
+
+def in_cluster(pool: PoolProcess) -> None:
+    """Wait until the pool's own master knows what it holds."""
+    give_up = time.monotonic() + 10.0
+    http = PoolHttp(pool.socket)
+    while http.get("/v1/cluster")["keys"] < 20 or not http.get("/v1/nodes")["nodes"][0]["tiers"][0]["keys"]:
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+
+
+@pytest.mark.usefixtures("stored")
+def test_nodes_are_listed_and_drained(pool: PoolProcess, run: Run) -> None:
+    in_cluster(pool)
+    status, out, _ = run("nodes")
+    assert status == 0
+    assert re.search(rf"{pool.name} +alive +dram .*64MiB.* yes", out)
+    assert json.loads(run("nodes", "--json")[1])["total"] == 1
+    assert "draining" in run("drain", pool.name)[1]
+    assert "alive" in run("drain", pool.name, "--undo")[1]
+    status, _, err = run("drain", "other")
+    assert status == 1
+    assert "no node 'other'" in err
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_route_says_who_serves_a_prompt(pool: PoolProcess, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_cluster(pool)
+    (space,) = PoolHttp(pool.socket).get("/v1/namespaces")["namespaces"]
+    options = ("--namespace", space["id"], "--for", pool.name)
+    status, out, _ = run("route", *HEX[:4], *options)
+    assert status == 0
+    assert f"pages 0 to 4 from {pool.name} dram" in out
+    assert "4 of 4 pages" in out
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(HEX[:6])))
+    answer = json.loads(run("route", "-", *options, "--prefill", "1000", "--json")[1])
+    assert (answer["held"], answer["targets"][0]["pool_pages"]) == (6, 6)
+    status, _, err = run("route", "xyz", *options)
+    assert status == 2
+    assert "64 hex digits" in err
+
+
+@pytest.mark.usefixtures("stored")
+def test_keys_and_heat_of_the_whole_cluster(pool: PoolProcess, run: Run) -> None:
+    in_cluster(pool)
+    assert f"{pool.name} dram" in run("where", HEX[3], "--cluster")[1]
+    (space,) = PoolHttp(pool.socket).get("/v1/namespaces")["namespaces"]
+    PoolHttp(pool.socket).post("/v1/route", {"namespace": space["digest"], "keys": HEX[:5], "requester": "elsewhere"})
+    document = json.loads(run("hot", "--cluster", "--json")[1])
+    assert {key["key"] for key in document["keys"]} == set(HEX[:5])
+    assert [(prefix["key"], prefix["pages"]) for prefix in document["prefixes"]] == [(HEX[4], 5)]
+    assert HEX[4] in run("hot", "--cluster")[1]
+
+
+def test_policies_of_the_master_are_chosen_by_name(run: Run) -> None:
+    assert "rendezvous" in run("policies")[1]
+    status, out, _ = run("policies", "routing", "tier_priority", "--json")
+    assert (status, json.loads(out)["policies"][0]["current"]) == (0, "tier_priority")
+    run("policies", "routing", "fastest")

@@ -21,6 +21,7 @@ from umbp.cli.target import (
 from umbp.client.http import segment_of_path
 from umbp.errors import InvalidRequest
 from umbp.grammar import format_size, parse_duration
+from umbp.policies.base import KINDS
 
 EVICT_SECONDS_MAX = 60.0  # the pool gives up after 30
 
@@ -145,7 +146,7 @@ def pins(context: typer.Context, as_json: AsJson = False) -> None:
 
 def policies(
     context: typer.Context,
-    kind: Annotated[str | None, typer.Argument(metavar="KIND", help="eviction or admission")] = None,
+    kind: Annotated[str | None, typer.Argument(metavar="KIND", help="Such as eviction or routing: umbp policies")] = None,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The policy to use from now on")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -155,8 +156,9 @@ def policies(
         document = http.get("/v1/policies")
     elif name is None:
         raise InvalidRequest("KIND and NAME go together", field="NAME", example="umbp policies eviction leaf_lru")
-    elif kind not in ("eviction", "admission"):
-        raise InvalidRequest(f"{kind[:40]!r} is neither eviction nor admission", field="KIND", example="umbp policies eviction lru")
+    elif kind not in KINDS:
+        why = f"{kind[:40]!r} is none of {', '.join(KINDS)}"
+        raise InvalidRequest(why, field="KIND", example="umbp policies eviction lru")
     else:
         document = {"policies": [http.put(f"/v1/policies/{kind}", {"name": name})]}
     if as_json:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from umbp.cli import act, bench, look, machine, replay
+from umbp.cli import act, bench, cluster, look, machine, replay
 from umbp.cli.target import Target
 from umbp.client.address import pool_address
 from umbp.errors import ConfigError, InvalidRequest, UmbpError
@@ -55,6 +55,9 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     look.namespaces,
     look.where,
     look.hot,
+    cluster.nodes,
+    cluster.drain,
+    cluster.route,
     act.evict,
     act.flush,
     act.quota,

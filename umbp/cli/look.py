@@ -10,7 +10,7 @@ import termios
 import time
 import tty
 from collections.abc import Generator
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 from rich.console import Group, RenderableType
@@ -18,11 +18,13 @@ from rich.live import Live
 from rich.text import Text
 
 from umbp.cli import views
+from umbp.cli.cluster import cluster_keys_table, prefixes_table
 from umbp.cli.target import AsJson, NamespaceOption, Target, cell, checked_key, console, print_json, target_of
 from umbp.client.http import segment_of_path
 from umbp.errors import NotFound, Unavailable
 
 PAGE = 1000  # what one answer lists at most
+EverywhereOption: TypeAlias = Annotated[bool, typer.Option("--cluster", help="In the whole cluster, as its master knows it.")]
 
 
 def status(context: typer.Context, as_json: AsJson = False) -> None:
@@ -53,11 +55,14 @@ def where(
     context: typer.Context,
     key: Annotated[str, typer.Argument(metavar="KEY", help="Page key, 64 hex digits")],
     namespace: NamespaceOption = None,
+    everywhere: EverywhereOption = False,
     as_json: AsJson = False,
 ) -> None:
     """Where the page of a key is stored, in every namespace that has it. Ends with 1 if it is nowhere."""
     http, key = target_of(context).http, checked_key(key)
-    if namespace is None:
+    if everywhere:
+        document = http.get(f"/v1/cluster/keys/{key}")
+    elif namespace is None:
         document = http.get(f"/v1/keys/{key}")
     else:
         document = {"keys": [http.get(f"/v1/keys/{segment_of_path(namespace)}/{key}")]}
@@ -66,19 +71,22 @@ def where(
     if as_json:
         print_json(document)
     else:
-        console().print(views.keys_table(document["keys"]))
+        console().print(cluster_keys_table(document["keys"]) if everywhere else views.keys_table(document["keys"]))
 
 
 def hot(
     context: typer.Context,
     count: Annotated[int, typer.Option("--count", "-c", min=1, max=1000, help="How many")] = 20,
     namespace: NamespaceOption = None,
+    everywhere: EverywhereOption = False,
     as_json: AsJson = False,
 ) -> None:
-    """The keys that were asked for most."""
-    document = target_of(context).http.get("/v1/hot", n=count, namespace=namespace)
+    """The keys that were asked for most; of the cluster also the prefixes."""
+    document = target_of(context).http.get("/v1/cluster/hot" if everywhere else "/v1/hot", n=count, namespace=namespace)
     if as_json:
         print_json(document)
+    elif everywhere:
+        console().print(cluster_keys_table(document["keys"]), prefixes_table(document["prefixes"]))
     else:
         console().print(views.keys_table(document["keys"]))
 

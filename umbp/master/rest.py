@@ -256,6 +256,14 @@ class Handlers:
         keys = doc.key_documents(core, rows[: params.n], now)
         return doc.Hot(keys=keys, prefixes=doc.prefix_documents(core, rows, heat, params.n))
 
+    # -- the same, as a pool hands it on beside what it says of itself
+
+    async def cluster_where(self, params: AnyKey, body: Nothing) -> doc.Keys:
+        return await self.where_any(params, body)
+
+    async def cluster_hot(self, params: Hottest, body: Nothing) -> doc.Hot:
+        return await self.hot(params, body)
+
     # -- questions
 
     async def route(self, params: Nothing, body: Route) -> doc.RouteDocument:
@@ -304,6 +312,8 @@ def cluster_endpoints(process: Has) -> list[Endpoint]:
         Endpoint("GET", "/v1/nodes/{node}", "One node", do.one_node, doc.NodeDocument, OfNode),
         Endpoint("POST", "/v1/nodes/{node}/drain", "Nothing new goes there", do.drain, doc.NodeDocument, OfNode),
         Endpoint("DELETE", "/v1/nodes/{node}/drain", "New pages go there again", do.undrain, doc.NodeDocument, OfNode),
+        Endpoint("GET", "/v1/cluster/keys/{key}", "Where a key is in the cluster", do.cluster_where, doc.Keys, AnyKey),
+        Endpoint("GET", "/v1/cluster/hot", "Keys and prefixes that routes asked for most", do.cluster_hot, doc.Hot, Hottest),
         Endpoint("GET", "/v1/links", "What fetches cost, as measured", do.measured, doc.Links, Listing),
         Endpoint("POST", "/v1/route", "Who serves a prompt's pages, and who should take it", do.route, doc.RouteDocument, body=Route),
         Endpoint("POST", "/v1/place", "Where new pages should go", do.place, doc.PlaceDocument, body=Place),
