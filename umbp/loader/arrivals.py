@@ -10,6 +10,8 @@ from umbp.loader.deals import Parts
 from umbp.loader.runtime import Kernels
 from umbp.types import I64
 
+ROW_WORDS = 4  # int32 in 16 bytes
+
 
 class Arrivals:
     """A status for each owner and turn, on the device, in which a lost owner stays lost."""
@@ -22,9 +24,14 @@ class Arrivals:
         self._kernels = kernels
         self._polls = polls
         self._addresses = addresses
-        self._wanted = torch.from_numpy(np.ascontiguousarray(wanted, np.int64)).to(device)
+        turns, owners = wanted.shape
+        # Rows begin at multiples of 16 bytes: Triton would compile a variant of its own for each other alignment, in the first loads.
+        width = -(-owners // ROW_WORDS) * ROW_WORDS
+        padded = np.zeros((turns, width), np.int64)
+        padded[:, :owners] = wanted
+        self._wanted = torch.from_numpy(padded).to(device)[:, :owners]
         self.starts = torch.from_numpy(parts.starts).to(device)
-        self.status = torch.zeros(self._wanted.shape, dtype=torch.int32, device=device)
+        self.status = torch.zeros((turns, width), dtype=torch.int32, device=device)[:, :owners]
 
     def expect(self, brings: list[bool]) -> None:
         """Who will bring something; the others are lost from the start. Before the first wait."""

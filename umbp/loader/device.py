@@ -105,8 +105,8 @@ class DeviceMover:
         convoy = Convoy(load)
         try:
             with self.runtime.use(), self.runtime.on(self.stream):
-                load.hold_start()
                 window = Window.of(alias, offsets, slots[None, :], self.runtime.device)
+                load.hold_start()  # behind the table, whose copy the host waits for
                 for first, last in layer_groups(self.layer_bytes, pages=len(slots), readers=1):
                     size = sum(self.layer_bytes[first:last]) * len(slots)
                     if not convoy.admit(size):

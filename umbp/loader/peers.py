@@ -90,6 +90,7 @@ class Peers:
         self._own = own
         self._strides = strides
         self._path = path
+        self.met = 0  # ranks that were reached for the first time
         self._reached: dict[int, Reach] = {}
         self._opened: dict[tuple[int, bytes], int] = {}  # (token, handle) -> address
 
@@ -104,6 +105,7 @@ class Peers:
         if known is not None:
             self._forget(rank, known)
         reach = self._reached[rank] = self._open(card)
+        self.met += 1
         if reach.why:
             log.warning("rank %d of process %d: %s", rank, card.pid, reach.why)
         return reach

@@ -53,6 +53,9 @@ from umbp.loader.stages import stage
 from umbp.types import I64, U8
 
 log = logging.getLogger("umbp.loader.pushes")
+# Opening the handles of a rank takes 1 ms each, hundreds where each layer is an allocation: so ranks that meet for the first time are
+# given longer to announce what they push. Who dies meanwhile is noticed.
+MEETING_SECONDS = 2.0
 
 
 class PushParty:
@@ -73,6 +76,7 @@ class PushParty:
         self.pushes = mover.runtime.stream()
         self._board: Board | None = None
         self._open = False
+        self._patience = group.patience_seconds  # with announcements of this round
 
     def __repr__(self) -> str:
         return f"<PushParty of rank {self.group.rank} on {self.mover.runtime.device}>"
@@ -159,7 +163,10 @@ class PushParty:
     def exchange(self, made: Round) -> Exchanged:
         """See `Party.exchange`."""
         mover = self.mover
+        assert self.peers is not None
+        met = self.peers.met
         dealt = deal(made.roster, made.seat, self._reach, mover.layer_bytes)
+        self._patience = MEETING_SECONDS if self.peers.met > met else self.group.patience_seconds
         self._see_who_is_unmapped(dealt)
         parts = Parts.of(dealt)
         offsets = offsets_of(made.bond, dealt.windows.pages, self.namespace.object_bytes)
@@ -301,7 +308,7 @@ class PushParty:
     def announced(self, dealt: Deal, parts: Parts) -> list[bool]:
         """Of each part's owner, whether it deals as this rank does and pushes to it. Waits for those who have not said so yet."""
         assert self.peers is not None
-        bit, until, pause = 1 << self.group.rank, time.monotonic() + self.group.patience_seconds, LOOK_SECONDS[0]
+        bit, until, pause = 1 << self.group.rank, time.monotonic() + self._patience, LOOK_SECONDS[0]
         while True:
             said = [dealt.seats[owner].board.announced(dealt.digest) for owner in parts.owners]
             silent = [owner for owner, serves in zip(parts.owners, said, strict=True) if serves is None]
