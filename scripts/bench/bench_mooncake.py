@@ -4,9 +4,10 @@
 
 Installs the package mooncake-transfer-engine-non-cuda into an environment of its own (never this checkout's); its libraries need, on
 Debian: libibverbs1 librdmacm1 libnuma1 libcurl4 libgoogle-glog0v6 libgflags2.2 libjsoncpp25 liburing2. Modes: ``embedded``, the segment
-is in the client's process (plain copies); ``dummy``, the client shares memory with a daemon that owns the segment. Only Mooncake's public
-Python API is used: batch_put_from, batch_get_into, batch_is_exist, with keys of 32 characters and buffers registered once. Its memory is
-warm: every page was written before. ``ratio`` is ours over theirs: of throughput for put and get, of time for lookup.
+is in the client's process (plain copies); ``dummy``, the client shares memory with a daemon that owns the segment; ``remote``, the segment
+is in another process, over loopback TCP (`bench_remote.py` holds that against pages of another node). Only Mooncake's public Python API is
+used: batch_put_from, batch_get_into, batch_is_exist, with keys of 32 characters and buffers registered once. Its memory is warm: every page
+was written before. ``ratio`` is ours over theirs: of throughput for put and get, of time for lookup.
 """
 
 from __future__ import annotations
@@ -56,6 +57,13 @@ class Theirs:
         buffer_bytes = 64 << 20
         if mode == "embedded":
             code = store.setup("127.0.0.1", "P2PHANDSHAKE", segment, buffer_bytes, "tcp", "", f"127.0.0.1:{port}")
+        elif mode == "remote":
+            holder = [sys.executable, __file__, "--hold", f"{port}:{segment}"]
+            self.daemons.append(subprocess.Popen(holder, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL))
+            assert self.daemons[-1].stdout is not None
+            while b"holds" not in (line := self.daemons[-1].stdout.readline()):
+                assert line, "the process with the segment ended"
+            code = store.setup("127.0.0.1", "P2PHANDSHAKE", 0, buffer_bytes, "tcp", "", f"127.0.0.1:{port}")
         else:
             client = free_port()
             places = [f"--master_server_address=127.0.0.1:{port}", "--host=127.0.0.1", "--metadata_server=P2PHANDSHAKE", f"--port={client}"]
@@ -82,7 +90,7 @@ class Theirs:
 
         import numpy as np
 
-        if mode == "embedded":
+        if mode != "dummy":
             array = np.empty(size, np.uint8)
             self.__dict__.setdefault("arrays", []).append(array)
             address = array.ctypes.data
@@ -150,6 +158,18 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def hold(where: str) -> None:
+    """The process that has the segment, in mode remote."""
+    from mooncake.store import MooncakeDistributedStore
+
+    port, segment = where.split(":")
+    store = MooncakeDistributedStore()
+    code = store.setup("127.0.0.1", "P2PHANDSHAKE", int(segment), 16 << 20, "tcp", "", f"127.0.0.1:{port}")
+    assert code == 0, f"setup said {code}"
+    print("holds", flush=True)
+    signal.pause()
 
 
 def serve(mode: str, working_set: int) -> None:
@@ -322,7 +342,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="repetitions of each row, in turns (default 7)")
     parser.add_argument("--working-set", type=int, default=1 << 30, metavar="BYTES", help="bytes of pages, whole GiB (default 1 GiB)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--hold", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.hold:
+        hold(arguments.hold)
     if arguments.serve:
         serve(arguments.serve, arguments.working_set)
     import harness

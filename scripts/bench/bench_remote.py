@@ -1,34 +1,37 @@
-"""Pages of another node: a get over loopback TCP, beside a plain copy between two processes: one JSON line a row.
+"""Pages of another node: a get over loopback TCP, beside a plain copy between two processes and Mooncake Store: one JSON line a row.
 
-    python scripts/bench/bench_remote.py [--repeats N] [--venv FOLDER]
+    python scripts/bench/bench_remote.py [--repeats 7] [--mooncake FOLDER]
 
-Two pools and whoever says who has what, all real processes; the client is of the second, the pages are on the first. Before each get the
-second pool forgets them (not timed). The floor is what two processes can do at all: `sendfile` out of a file in shared memory, `recv_into`
-shared memory, one connection, no checksums. ``ratio`` is ours over the floor in bytes a second.
+A master and two pools, all real processes; the client is of the second pool, the pages are on the first. Before each get the second pool
+forgets them (not timed); a get is from the call until the pages are in the caller's memory. The floor is what two processes can do at all:
+`sendfile` out of a file in shared memory, `recv_into` shared memory, one connection, no checksums, no copy to a caller. ``ratio`` is ours
+over the other's in bytes a second. With --mooncake (an environment as `bench_mooncake.py` makes one) the same gets by Mooncake Store, its
+segment in another process, reached by TCP.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import mmap
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from harness import Machine, child, compared, emit, in_turns, namespace, settle, wait_until_quiet
+from bench_mooncake import Peer, environment
+from harness import Machine, child, compared, emit, in_turns, namespace, settle, timed, wait_until_quiet
 
 import umbp
+from tests.masters import MasterProcess, until
 from tests.pools import PoolProcess
-from tests.signpost import Signpost
 from umbp import ReadStatus
 
-SHAPES = ((1 << 20, 64, 0.85), (64 << 10, 128, 0.0), (4 << 20, 16, 0.0))
-ROUNDS = 8  # gets of a repetition, each of other pages
+SHAPES = ((1 << 20, 64, 0.85, 1.0), (64 << 10, 128, 0.0, 2.0), (4 << 20, 16, 0.0, 1.0))
+"""Bytes of a page, pages a get, and what is wanted of the floor and of Mooncake."""
+WORKING_SET = 512 << 20
 
 
 # -- the floor -----------------------------------------------------------------------------------------------------------------------
@@ -82,69 +85,95 @@ class Floor:
 # -- the subject ---------------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def two_pools(dram: str) -> Iterator[tuple[PoolProcess, PoolProcess, Signpost]]:
-    """The one that has the pages, and the one that is asked for them."""
-    with Signpost() as master, PoolProcess(dram=dram) as source, PoolProcess("--master", master.url, dram=dram) as target:
-        yield source, target, master
+class Subject:
+    """Two pools with the same pages on the first, and a client of the second."""
 
+    def __init__(self, master: MasterProcess, pools: tuple[PoolProcess, PoolProcess], size: int, batch: int) -> None:
+        self.size, self.batch = size, batch
+        self.clients = [umbp.connect(pool.socket) for pool in pools]
+        there, self.here = (namespace(client, size, f"remote {size}") for client in self.clients)
+        self.keys = np.random.default_rng(size).integers(0, 256, (WORKING_SET // size, 32), dtype=np.uint8)
+        self.values = np.random.default_rng(2).integers(0, 256, (batch, size), dtype=np.uint8)
+        self.out = np.zeros((batch, size), np.uint8)
+        for start in range(0, len(self.keys), batch):
+            assert not there.put(self.keys[start : start + batch], self.values).refused.any()
+        settle(self.clients[0])
+        until(lambda: all(master.locations(bytes(key)) for key in self.keys[[0, -1]]))
+        self.there = there
 
-def rows_of(size: int, batch: int, at_least: float, repeats: int, source: umbp.Pool, target: umbp.Pool, world: tuple) -> None:
-    first, second, master = world
-    total = size * batch * ROUNDS
-    keys = np.random.default_rng(size).integers(0, 256, (batch * ROUNDS, 32), dtype=np.uint8)
-    values = np.random.default_rng(2).integers(0, 256, (batch, size), dtype=np.uint8)
-    here, there = namespace(target, size, f"remote {size}"), namespace(source, size, f"remote {size}")
-    for start in range(0, len(keys), batch):
-        assert not there.put(keys[start : start + batch], values).refused.any()
-    settle(source)
-    master.add(first, there, keys)
-    out = np.zeros((batch, size), np.uint8)
-    floor = Floor(total)
-
-    def ours() -> list[float]:
+    def get(self) -> list[float]:
+        """All pages once, in batches; seconds of each."""
         seconds = []
-        for start in range(0, len(keys), batch):
-            part = keys[start : start + batch]
-            here.remove(part)
+        for start in range(0, len(self.keys), self.batch):
+            part = self.keys[start : start + self.batch]
+            self.here.remove(part)
             began = time.perf_counter()
-            statuses = here.get(part, out, deadline=10.0)
+            statuses = self.here.get(part, self.out, deadline=10.0)
             seconds.append(time.perf_counter() - began)
             assert statuses.all(ReadStatus.HIT), statuses
-        assert (out == values).all()
+        assert (self.out == self.values).all()
         return seconds
 
-    def theirs() -> list[float]:
-        seconds = []
-        for start in range(0, total, size * batch):
-            began = time.perf_counter()
-            floor.copy(start, size * batch)
-            seconds.append(time.perf_counter() - began)
-        return seconds
+    def close(self) -> None:
+        self.there.flush()
+        self.here.flush()
+        for client in self.clients:
+            client.close()
+
+
+def against_the_floor(subject: Subject, repeats: int, at_least: float, pids: list[int]) -> None:
+    floor = Floor(WORKING_SET)
+    total = subject.size * subject.batch
+
+    def copy() -> list[float]:
+        return timed(floor.copy, [(start, total) for start in range(0, WORKING_SET, total)])
 
     try:
-        machine = Machine(first.pid, second.pid, floor.process.pid)
+        machine = Machine(*pids, floor.process.pid)
         wait_until_quiet()
-        subject, plain = in_turns(repeats, ours, theirs, machine=machine)
-        row = compared(subject, plain, bytes_a_call=size * batch, at_least=at_least)
-        emit(bench="remote", op="get", size=size, batch=batch, **row, foreign_cpu=machine.kept)
+        sides = in_turns(repeats, subject.get, copy, machine=machine)
+        row = compared(*sides, bytes_a_call=total, at_least=at_least)
+        emit(bench="remote", beside="plain copy", size=subject.size, batch=subject.batch, **row, foreign_cpu=machine.kept)
     finally:
         floor.close()
-        there.flush()
-        here.flush()
+
+
+def against_mooncake(subject: Subject, peer: Peer, repeats: int, at_least: float, pids: list[int]) -> None:
+    shape = {"size": subject.size, "batch": subject.batch}
+    peer.ask(op="put", **shape)
+
+    def get() -> list[float]:
+        return peer.ask(op="get", scattered=False, **shape)
+
+    machine = Machine(*pids, peer.process.pid, *peer.daemons)
+    wait_until_quiet()
+    sides = in_turns(repeats, subject.get, get, machine=machine)
+    row = compared(*sides, bytes_a_call=subject.size * subject.batch, at_least=at_least)
+    fields = {name.replace("floor_", "mooncake_"): value for name, value in row.items()}
+    emit(bench="remote", beside="Mooncake Store", **shape, **fields, foreign_cpu=machine.kept)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--mooncake", type=Path, help="the environment that has Mooncake")
     parser.add_argument("--floor", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.floor:
         serve_floor(arguments.floor)
         return
-    with two_pools("1GiB") as world, umbp.connect(world[0].socket) as source, umbp.connect(world[1].socket) as target:
-        for size, batch, at_least in SHAPES:
-            rows_of(size, batch, at_least, arguments.repeats, source, target, world)
+    with contextlib.ExitStack() as stack:
+        master = stack.enter_context(MasterProcess())
+        pools = (stack.enter_context(master.pool(dram="1GiB")), stack.enter_context(master.pool(dram="1GiB")))
+        master.synced(*pools)
+        pids = [master.pid, *(pool.pid for pool in pools)]
+        for size, batch, of_floor, of_mooncake in SHAPES:
+            subject = Subject(master, pools, size, batch)
+            against_the_floor(subject, arguments.repeats, of_floor, pids)
+            if arguments.mooncake:
+                with Peer(environment(arguments.mooncake), "remote", WORKING_SET) as peer:
+                    against_mooncake(subject, peer, arguments.repeats, of_mooncake, pids)
+            subject.close()
 
 
 if __name__ == "__main__":
