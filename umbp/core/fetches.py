@@ -95,19 +95,15 @@ class Ticket:
         return PrefetchState.READY if hits == len(self.keys) else PrefetchState.PARTIAL if hits else PrefetchState.FAILED
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """Pages of one namespace that are fetched together, in the order they were asked for."""
 
     row: int
     namespace: int
     pages: tuple[Page, ...]
-    far: bool = True
-
-    @property
-    def keys(self) -> U8:
-        """(n, 32) uint8."""
-        return np.frombuffer(b"".join(page.key for page in self.pages), np.uint8).reshape(-1, 32)
+    keys: U8  # (n, 32)
+    far: bool
 
     @property
     def deadline(self) -> float:
@@ -269,7 +265,8 @@ class Fetches:
             pages.append(page)
             for ticket, _ in page.waiters:
                 ticket.started = True
-        return Batch(row, namespace, tuple(pages), far)
+        every = np.frombuffer(b"".join([page.key for page in pages]), np.uint8).reshape(-1, 32)
+        return Batch(row, namespace, tuple(pages), every, far)
 
     def land(self, now: float, batch: Batch, which: list[int], status: U8) -> dict[Ticket, list[int]]:
         """These pages of the batch (indices) have come to an end with this status each. Who waited, and for which of them (indices)."""

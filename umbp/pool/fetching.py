@@ -33,7 +33,7 @@ from umbp.core.fetches import Batch, Fetches, Ticket
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.errors import LimitReached, UmbpError
-from umbp.pool.places import Places
+from umbp.pool.places import READS_PER_PLACE, Places
 from umbp.pool.sources import Offer, Source, Space, Taken
 from umbp.store.checksums import checksums
 from umbp.store.index import hashes, key_words
@@ -43,6 +43,7 @@ from umbp.types import I64, NOWHERE, U8, U64, Mask, ReadStatus, Tier, WriteStatu
 log = logging.getLogger("umbp.pool.fetching")
 BATCHES_MAX = 64
 READS_MAX = 16  # at a time, over all places
+PART_BYTES_MIN = 4 << 20  # what is less than this is not parted so that both reads of a place have something to do: 1.5 ms of a link
 PART_SHARE = 32  # a part takes at most one in this many bytes of the pool
 ATTEMPTS = 2
 READ_SECONDS_MAX = 2.0  # a part is 16 MiB or less: what takes longer is of no use to a prefill
@@ -73,6 +74,16 @@ class Part:
     source: Source
     offer: Offer
     which: I64
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A reservation of the pool's own: entries and offsets of the pages ``which`` (m,), indices of the batch."""
+
+    number: int
+    which: I64
+    ids: I64
+    offsets: I64
 
 
 class Fetching:
@@ -271,7 +282,8 @@ class Fetching:
         for source, offer in offers:
             mine = offer.which[nobody[offer.which]]
             nobody[mine] = False
-            step = max(1, min(source.read_bytes_max, room) // space.object_bytes)
+            half = max(PART_BYTES_MIN, -(-len(mine) * space.object_bytes // READS_PER_PLACE))
+            step = max(1, min(source.read_bytes_max, room, half) // space.object_bytes)
             parts += [Part(source, offer, left[mine[start : start + step]]) for start in range(0, len(mine), step)]
         parts.sort(key=lambda part: int(part.which[0]))
         return parts, nobody
@@ -301,37 +313,32 @@ class Fetching:
 
     async def _reserve_and_read(self, batch: Batch, space: Space, keys: U8, part: Part, deadline: float, codes: U8) -> tuple[I64, I64, I64]:
         """Which pages were read and stored, which another writer has under way, and which failed."""
-        stored, waiting, failed = [part.which[:0]], [part.which[:0]], [part.which[:0]]
+        nothing = part.which[:0]
+        waiting, reserved = [nothing], []
         for which in _runs(batch, part.which):
             now = self.now()
             before = batch.pages[which[0]].before
             made = self.pool.reserve(now, SESSION, space.row, keys[which], before, deadline - now + 1.0, number=space.number, admit=False)
             there, pending = which[made.status == WriteStatus.EXISTS], which[(made.status == WriteStatus.PENDING) & ~made.mine]
-            refused, mine = which[made.status >= WriteStatus.ALL_LEASED], which[made.mine]
+            refused = which[made.status >= WriteStatus.ALL_LEASED]
             self.counts[part.source.name].refused += len(refused)
             codes[there], codes[refused] = ReadStatus.HIT, ReadStatus.BUSY
             self._land(batch, np.concatenate([there, refused]), codes)
             waiting.append(pending)
-            if len(mine):
-                done = await self._read(batch, space, part, keys, mine, made.number, made.offsets, deadline, codes)
-                stored.append(mine[done])
-                failed.append(mine[~done])
-        return np.concatenate(stored), np.concatenate(waiting), np.concatenate(failed)
+            if len(made.ids):
+                reserved.append(Room(made.number, which[made.mine], made.ids, made.offsets))
+        if not reserved:
+            return nothing, np.concatenate(waiting), nothing
+        mine = np.concatenate([room.which for room in reserved])
+        done = await self._read(batch, space, part, keys, mine, reserved, deadline, codes)
+        return mine[done], np.concatenate(waiting), mine[~done]
 
     async def _read(
-        self,
-        batch: Batch,
-        space: Space,
-        part: Part,
-        keys: U8,
-        which: I64,
-        number: int,
-        offsets: I64,
-        deadline: float,
-        codes: U8,
+        self, batch: Batch, space: Space, part: Part, keys: U8, which: I64, rooms: list[Room], deadline: float, codes: U8
     ) -> Mask:
-        """Fill a reservation and end it; which pages are stored, (len(which),) bool."""
+        """Fill these reservations and end them; which pages are stored, (len(which),) bool."""
         counts, good, sums = self.counts[part.source.name], np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
+        offsets = np.concatenate([room.offsets for room in rooms])
         began, lingers = self.now(), None
         try:
             async with asyncio.timeout(deadline - began + 0.5):  # a source bounds itself; this is for one that does not
@@ -343,13 +350,18 @@ class Fetching:
             if lingers or not isinstance(error, TimeoutError) or deadline - began >= SUSPECT_FROM_SECONDS:
                 self.places.suspect(part.offer.place, error, lingers)
         finally:
-            stored = self._end_reservation(number, good, sums, lingers)
+            stored = np.zeros(len(which), bool)
+            at = 0
+            for room in rooms:
+                piece = slice(at, at + len(room.ids))
+                stored[piece] = self._end_reservation(room.number, good[piece], sums[piece], lingers)
+                at += len(room.ids)
         counts.pages += int(np.count_nonzero(stored))
         counts.size_bytes += int(np.count_nonzero(stored)) * space.object_bytes
         counts.missed += int(np.count_nonzero(codes[which[~good]] == ReadStatus.MISS))
         counts.failed += int(np.count_nonzero(codes[which[~good]] != ReadStatus.MISS))
         codes[which[stored]] = ReadStatus.HIT
-        self._land(batch, which[stored], codes, ours=True)
+        self._land(batch, which[stored], codes, ours=np.concatenate([room.ids for room in rooms])[stored])
         return stored
 
     def _end_reservation(self, number: int, good: Mask, sums: U64, lingers: asyncio.Future[None] | None) -> Mask:
@@ -405,10 +417,10 @@ class Fetching:
 
     # -- steps of it -------------------------------------------------------------------------------------------------------------------
 
-    def _land(self, batch: Batch, which: I64, codes: U8, *, ours: bool = False) -> None:
+    def _land(self, batch: Batch, which: I64, codes: U8, *, ours: I64 | None = None) -> None:
         """These pages have come to their end. In one go with the commit, so that nobody evicts what is waited for.
 
-        ``ours``: they were stored by this fetch, so it is for the policies to say whether they stay.
+        ``ours``: their entries, where all of them were stored by this fetch just now; then it is for the policies to say whether they stay.
         """
         if not len(which):
             return
@@ -419,21 +431,24 @@ class Fetching:
                 self._over[ticket.number].set()
         if self.fetches.queued:
             self._more.set()  # what was not to be had near by is queued again
-        hits = which[codes[which] == ReadStatus.HIT]
         account = self._account_or_none(batch)
-        if not len(hits) or account is None:
+        if account is None or (ours is None and not (codes[which] == ReadStatus.HIT).any()):
             return
-        found = self.pool.find_keys(account, batch.keys[hits])
         ids, versions = np.full(len(codes), -1), np.zeros(len(codes), np.uint64)
-        ids[hits[found.hit]], versions[hits[found.hit]] = found.ids[found.hit], found.versions[found.hit]
+        if ours is not None:
+            ids[which], versions[which] = ours, self.pool.table.versions_of(ours)
+        else:
+            hits = which[codes[which] == ReadStatus.HIT]
+            found = self.pool.find_keys(account, batch.keys[hits])
+            ids[hits[found.hit]], versions[hits[found.hit]] = found.ids[found.hit], found.versions[found.hit]
         kept = np.zeros(len(codes), bool)  # by a prefetch
         for ticket, places in waited.items():
             there = np.array(places)[ids[places] >= 0]
             self._protect(now, ticket, ids[there], versions[there])
             kept[there] |= not ticket.session
-        if ours:
-            passing = np.ones(len(hits), bool) if self.policy == "pass_through" else ~self._admitted(now, account, batch.keys[hits])
-            gone = hits[passing & (ids[hits] >= 0) & ~kept[hits]]
+        if ours is not None:
+            passing = np.ones(len(which), bool) if self.policy == "pass_through" else ~self._admitted(now, account, batch.keys[which])
+            gone = which[passing & ~kept[which]]
             self._passing.update(zip(ids[gone].tolist(), versions[gone], strict=True))
 
     def _admitted(self, now: float, account: Account, keys: U8) -> Mask:
