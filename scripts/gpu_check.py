@@ -70,11 +70,22 @@ class Engine:
         page = torch.arange(self.pages, device=self.device)[:, None] * 7 + layer * 13
         return ((page + torch.arange(TOKENS * ROW_BYTES, device=self.device)[None, :] * 3) % 251).to(torch.uint8)
 
-    def store(self) -> dict[str, Any]:
+    def fill(self) -> None:
+        """What a forward pass would leave in the tensors."""
         slots = self.torch.from_numpy(self.slots).to(self.device)
         for layer, kv in enumerate(self.kv):
             kv.view(self.pages, -1)[slots] = self.expected(layer)
-        offload = self.alone.offload(self.keys, self.slots)
+
+    def store(self) -> dict[str, Any]:
+        self.fill()
+        return self.offload(self.alone)
+
+    def store_together(self) -> dict[str, Any]:
+        self.fill()
+        return self.offload(self.together)
+
+    def offload(self, loader: Any) -> dict[str, Any]:
+        offload = loader.offload(self.keys, self.slots)
         started = time.perf_counter()
         refused = bool(offload.result().refused.any())
         return {"refused": refused, "bytes": offload.read_bytes, "seconds": time.perf_counter() - started}

@@ -9,7 +9,8 @@ machine allows it, as neither the pool's memory nor an engine's tensors are by t
 all the bytes by one call a thread, which the C library lets pass the caches by (no copy a layer or page does so; a third less traffic).
 "first_layer": the share of a load's time after which its first layer is there; wanted is 1 / layers + 5 %. "plan": processor time to find
 the routes of 4,096 pages, which all of 61 layers x 2 components then use; "group_plan": the same for one of 8 ranks, windows and rings
-included.
+included. "group": bytes that 4 rank processes with the same KV read out of the segment for one load, and out of their tensors for an
+offload and for another of the same pages.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from __future__ import annotations
 import argparse
 import mmap
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import gpu_check
 import harness
 import numpy as np
 import torch
@@ -36,6 +41,7 @@ from umbp.loader.tensors import KvTensors
 
 TOKENS, ROW_BYTES = 64, 576
 PLAN_PAGES, PLAN_LAYERS, PLAN_RANKS, PLAN_SECONDS_MAX = 4096, 61, 8, 3e-3
+GROUP_RANKS = 4
 RATIO_MIN, FIRST_LAYER_SPARE = 0.9, 0.05
 
 
@@ -92,6 +98,32 @@ def measure_load(pages: int, layers: int, repeats: int) -> None:
     harness.emit(op="stream", bytes=size, threads=threads, **harness.compared(huged, streamed, bytes_a_call=size))
     share, most = statistics.median(shares[1:]), 1 / layers + FIRST_LAYER_SPARE
     harness.emit(op="first_layer", share=round(share, 4), target=f"share <= {most:.4f}", met=share <= most)
+
+
+def measure_group(pages: int, layers: int, ranks: int) -> None:
+    """The row "group": what ``ranks`` processes with the same KV take out of the segment and out of their tensors."""
+    size = pages * layers * gpu_check.TOKENS * gpu_check.ROW_BYTES
+    staging = gpu_check.STAGING_BYTES["cpu"]
+    with (
+        harness.pool(dram=str(2 * size + 16 * ranks * staging)) as (server, _),
+        gpu_check.Ranks(server.socket, ranks, pages, layers, "staged", "cpu") as group,
+    ):
+        stored = sum(answer["bytes"] for answer in group.ask("store_together"))
+        again = sum(answer["bytes"] for answer in group.ask("store_together"))
+        answers = group.ask("load_together")
+        assert not any(answer["missing"] or answer["wrong_layers"] for answer in answers), answers
+        read = [answer["bytes"] for answer in answers]
+    harness.emit(
+        op="group",
+        ranks=ranks,
+        bytes=size,
+        segment_bytes=sum(read),
+        segment_bytes_rank_max=max(read),
+        tensor_bytes_first_offload=stored,
+        tensor_bytes_second_offload=again,
+        target="segment_bytes == bytes, offloads read bytes and then 0",
+        met=sum(read) == stored == size and again == 0,
+    )
 
 
 def emit_plan(op: str, plan: Callable[[], object], repeats: int, *, target: bool) -> None:
@@ -151,6 +183,7 @@ def main() -> None:
     harness.wait_until_quiet(harness.QUIET_SECONDS_MAX)
     measure_plans(given.repeats)
     measure_load(given.pages, given.layers, given.repeats)
+    measure_group(given.pages // 8, given.layers // 2, GROUP_RANKS)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ class Accident:
             time.sleep(self.seconds)
         elif self.what:
             os.kill(os.getpid(), signal.SIGKILL if self.what == "kill" else signal.SIGSTOP)
+            time.sleep(0.05)  # another thread may take the signal: here this one is stopped, and not in a kernel, where no GPU would stop
 
     def watch(self, points: tuple[tuple[Any, str], ...]) -> None:
         """Make each point known: before and after each of these calls."""

@@ -6,6 +6,7 @@ The same rules as for groups on the CPU (`test_group.py`), and the same accident
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -151,6 +152,26 @@ def test_a_machine_that_lacks_something_loads_alone(
         found = group.ask(0, "statistics")
         assert (found["way"], found["cause"]) == ("solo", cause)
         assert "there is none" in found["reason"]
+
+
+BEFORE_LAUNCH = 9  # point of `device_points`: the gates are open, the table posted, the deal announced; next is the push
+
+
+def test_a_push_that_was_decided_on_and_comes_late_lands_nowhere(server: PoolProcess, tenant: str, folder: str) -> None:
+    options = {**PATIENT, "patience_seconds": 0.2, "device": {"folder": folder}}
+    with ranks(server.socket, tenant, 2, way="fused", **options) as group:
+        group.tell(0, "load", numbers=NUMBERS, slots=slots_for(0, 12).tolist(), what="stop", at=BEFORE_LAUNCH)
+        group.tell(1, "load", numbers=NUMBERS, slots=slots_for(1, 12).tolist(), sentinel=9)
+        answer = group.hear(1)
+        assert (answer["missing"], answer["wrong"]) == ([], []), "the other half is read in its place"
+        assert group.stopped(0)
+        group.children[0].signal(signal.SIGCONT)
+        late = group.hear(0)
+        assert late["wrong"] == []
+        assert group.ask(1, "untouched", sentinel=9)
+        assert group.ask(1, "statistics")["lost_owners"] == 1
+        again = load_all(group, dict.fromkeys(range(2), NUMBERS))
+        assert all(answer["missing"] == [] for answer in again.values())
 
 
 def accidents(server: PoolProcess, tenant: str, folder: str, world: int, way: str, seed: int, runs: int) -> None:
