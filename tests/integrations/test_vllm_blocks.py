@@ -79,7 +79,7 @@ def test_ranks_share_a_namespace_exactly_where_they_hold_the_same() -> None:
         Engine("m", tp_size=4, pcp_size=1, copies=3)
 
 
-@pytest.mark.parametrize("change", ["namespace", "number", "sizes", "block_tokens", "tenant", "pcp"])
+@pytest.mark.parametrize("change", ["namespace", "number", "sizes", "block_tokens", "tenant", "meaning", "pcp"])
 def test_what_changes_the_bytes_changes_the_namespace(change: str) -> None:
     def digest(changed: str) -> bytes:
         group = BlockGroup(
@@ -88,7 +88,7 @@ def test_what_changes_the_bytes_changes_the_namespace(change: str) -> None:
             (32, 64) if changed == "sizes" else GROUP.sizes,
             32 if changed == "block_tokens" else 16,
         )
-        engine = Engine("m", 1, 2, 1, "other" if changed == "tenant" else None)
+        engine = Engine("m", 1, 2, 1, "other" if changed == "tenant" else None, meaning=changed if changed == "meaning" else "")
         return umbp.layout.Namespace(**engine.fields(group, f"ns {changed == 'namespace'}", 0, int(changed == "pcp"))).digest()
 
     assert digest(change) != digest("")

@@ -30,6 +30,7 @@ brings them, within its deadline.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from typing import Any
 
 from umbp.errors import ConfigError
 from umbp.integrations import versions
+from umbp.integrations.weights import files_digest
 
 KNOWN = ("0.33.0",)
 NEEDED = ("_submit_loads", "_drain_load_jobs")  # of vLLM's worker half, for loads by layers
@@ -58,6 +60,7 @@ if unmet := [name for name in NEEDED if not hasattr(UMBPStoreConnectorWorker, na
 log = logging.getLogger("umbp.integrations.vllm")
 OPTIONS = ("umbp_pool", "umbp_tenant", "umbp_deadline_seconds", "umbp_group")
 MODE = "embedded"
+LEFT_OUT = ("dtype", "quantization", "hf_overrides", "code_revision")  # of the model's configuration; vLLM's own namespace has the rest
 
 _settings: ContextVar[Settings | None] = ContextVar("umbp_vllm_settings", default=None)
 
@@ -75,13 +78,15 @@ def settings_of(vllm_config: Any, kv_cache_config: Any) -> Settings:
     for name, kind, example in (("umbp_pool", str, "/run/umbp/default.sock"), ("umbp_tenant", str, "team-a"), ("umbp_group", bool, "true")):
         if options.get(name) is not None and not isinstance(options[name], kind):
             raise ConfigError(f"{options[name]!r} is no {kind.__name__}", field=name, example=example)
-    events = vllm_config.kv_events_config
+    events, model = vllm_config.kv_events_config, vllm_config.model_config
+    left_out = {name: _text(getattr(model, name, None)) for name in LEFT_OUT}
     engine = Engine(
-        model=str(vllm_config.model_config.model),
+        model=str(model.model),
         tp_size=parallel.tensor_parallel_size,
         pcp_size=getattr(parallel, "prefill_context_parallel_size", 1),
         copies=max(1, int(getattr(kv_cache_config, "kv_tp_replicas", 1))),
         tenant=options.get("umbp_tenant"),
+        meaning=json.dumps({**left_out, "files": files_digest(str(model.model))}, sort_keys=True),
     )
     return Settings(
         engine=engine,
@@ -92,6 +97,11 @@ def settings_of(vllm_config: Any, kv_cache_config: Any) -> Settings:
         events=bool(events and events.enable_kv_cache_events),
         elsewhere=bool(options.get("lookup_async", False)),
     )
+
+
+def _text(value: Any) -> str:
+    """The same in each process: a function by its name, not by its address."""
+    return str(getattr(value, "__qualname__", type(value))) if callable(value) else str(value)
 
 
 @contextmanager
@@ -129,9 +139,10 @@ def register(factory: Any = upstream.UMBPRuntimeFactory) -> None:
 
 @dataclass(frozen=True)
 class Handshake(UMBPHandshakeMetadata):  # type: ignore[misc] # vLLM has no types here
-    """What a worker tells the scheduler: vLLM's namespace, and its cache groups."""
+    """What a worker tells the scheduler: vLLM's namespace, who the engine is, and its cache groups."""
 
-    groups: tuple[BlockGroup, ...] = ()
+    engine: Engine
+    groups: tuple[BlockGroup, ...]
 
 
 class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
@@ -158,17 +169,17 @@ class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
         if told is None or self.connector_worker is None:
             return told
         transfers: Transfers = self.connector_worker.runtime
-        return Handshake(told.namespace, tuple(transfers.groups.values()))
+        return Handshake(told.namespace, transfers.engine, tuple(transfers.groups.values()))
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Any]) -> None:
         """ConfigError if the workers' layouts differ."""
         super().set_xfer_handshake_metadata(metadata)
-        layouts = {told.groups for told in metadata.values() if isinstance(told, Handshake)}
-        if len(layouts) > 1:
-            raise ConfigError("workers with different layouts of their KV blocks", field="kv_cache_config")
-        if self.connector_scheduler is not None and layouts:
+        told = {(each.engine, each.groups) for each in metadata.values() if isinstance(each, Handshake)}
+        if len(told) > 1:
+            raise ConfigError("workers with different models or layouts of their KV blocks", field="kv_cache_config")
+        if self.connector_scheduler is not None and told:
             lookups: Lookups = self.connector_scheduler.runtime
-            lookups.learn(layouts.pop())
+            lookups.learn(*told.pop())
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request is admitted: now its blocks are asked for, and not each time that it was looked at."""

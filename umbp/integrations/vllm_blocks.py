@@ -6,7 +6,7 @@ the group's layers one after the other, in the order of the model, so that a loa
 *Identity.* vLLM's connector names objects ``...:{namespace}:tp{t}:pcp{c}:dcp{d}:pp{p}:g{group}:{hash}``. The last part is the page key: a
 sha256 chain over tokens, adapter, multi-modal inputs and salt (other hashes of vLLM's are stretched by one more sha256). All before it is
 the namespace; what vLLM put into its own namespace digest (model, revision, block size, cache specs, parallel sizes, drafter) goes into
-ours as ``salt``, beside the group's number.
+ours as ``salt``, with what it left out (`Engine.meaning`: quantization, overrides, a local model's files) and the group's number.
 
 *Copies.* Where ``copies`` consecutive TP ranks hold the same bytes (MLA: all; grouped-query attention with fewer heads than ranks: some),
 they have one namespace: rank t is aliased to t // copies. One object is stored, and each rank finds what any of them stored.
@@ -61,6 +61,7 @@ class Engine:
     tenant: str | None = None
     pp_size: int = 1
     revision: str = ""
+    meaning: str = ""  # what else changes the bytes, as text
 
     def __post_init__(self) -> None:
         if self.copies < 1 or self.tp_size % self.copies:
@@ -87,7 +88,7 @@ class Engine:
             "pp_rank": pp_rank,
             "pp_size": self.pp_size,
             "tenant": self.tenant,
-            "salt": f"vllm {hashlib.sha256(namespace.encode()).hexdigest()[:32]} group {group.number}",
+            "salt": f"vllm {hashlib.sha256(f'{namespace} {self.meaning}'.encode()).hexdigest()[:32]} group {group.number}",
         }
 
 

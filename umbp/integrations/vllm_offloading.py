@@ -20,7 +20,8 @@ for what was not kept.
 *The scheduler is not told the workers' layout*, and the connector has no handshake. Each worker leaves a note of it in the pool, pinned
 while it lives, under the engine's id; until all notes are there everything is a miss. A note says for which configuration it was written.
 
-`OffloadingConfig` does not name the model's revision: give ``umbp_revision`` where one name is served in several. Options beside vLLM's:
+`OffloadingConfig` does not name the model's revision nor its quantization: give ``umbp_revision`` where one name is served in several. A
+local model's files count by themselves. Options beside vLLM's:
 ``umbp_pool``, ``umbp_tenant``, ``umbp_revision``. An object is one block: ``blocks_per_chunk`` other than 1 is refused.
 """
 
@@ -39,6 +40,7 @@ import numpy as np
 from umbp.client import Lease, Namespace, Pool, connect
 from umbp.errors import ConfigError, LimitReached, OutOfMemory, Unavailable
 from umbp.integrations import versions
+from umbp.integrations.weights import files_digest
 from umbp.layout import KEYS_PER_CALL_MAX, Layout
 from umbp.types import U8, Mask, ReadStatus
 
@@ -115,6 +117,7 @@ class Facts:
             "bytes": config.worker_kv_bytes_per_block,
             "groups": [(group.group_id, group.tokens_per_block) for group in config.groups],
             "dcp": parallel.dcp_size,
+            "files": files_digest(config.model.name),
         }
         return cls(engine, str(config.engine_id), json.dumps(facts, sort_keys=True), parallel.world_size, options.get("umbp_pool"))
 

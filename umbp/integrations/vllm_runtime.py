@@ -76,10 +76,10 @@ class Lookups:
     """The scheduler's view of the pool (`UMBPSchedulerHandle`). Used by several threads of vLLM's."""
 
     def __init__(self, settings: Settings, namespace: str, topology: Any) -> None:
-        self._engine = settings.engine
+        self._copies = 1
         self._elsewhere = settings.elsewhere
         self._namespace = namespace
-        self._ranks = sorted({(tp // settings.engine.copies, pcp) for tp, pcp, _, _ in topology.all_namespaces()})
+        self._ranks = [(tp, pcp) for tp, pcp, _, _ in topology.all_namespaces()]
         self._pool = connect(settings.address, client=f"vllm scheduler {settings.engine_id}"[:64])
         self._open: dict[Place, Namespace] = {}
         self._places: dict[str, Place | None] = {}
@@ -88,12 +88,13 @@ class Lookups:
     def __repr__(self) -> str:
         return f"<Lookups in {len(self._open)} namespaces>"
 
-    def learn(self, groups: Sequence[BlockGroup]) -> None:
-        """The workers' layout: open the namespaces of all ranks. Unavailable if the pool is not there."""
+    def learn(self, engine: Engine, groups: Sequence[BlockGroup]) -> None:
+        """The workers' identity and layout: open the namespaces of all ranks. Unavailable if the pool is not there."""
+        self._copies = engine.copies
         for group in groups:
             for tp, pcp in self._ranks:
-                fields = self._engine.fields(group, self._namespace, tp * self._engine.copies, pcp)
-                self._open[Place(group.number, tp, pcp)] = self._pool.namespace(**fields)
+                fields = engine.fields(group, self._namespace, tp, pcp)
+                self._open[Place(group.number, tp // engine.copies, pcp)] = self._pool.namespace(**fields)
 
     def lookup(self, keys: Sequence[str]) -> list[bool]:
         """Which blocks are stored; no call. Keys of ranks that share a copy are looked up once."""
@@ -147,7 +148,7 @@ class Lookups:
         if prefix not in self._places:
             if len(self._places) > 4 * len(self._open) + 64:  # foreign names do not add up
                 self._places.clear()
-            self._places[prefix] = place_of(prefix, self._engine.copies)
+            self._places[prefix] = place_of(prefix, self._copies)
         return self._places[prefix]
 
 
@@ -215,6 +216,7 @@ class Transfers:
 
     def __init__(self, settings: Settings, namespace: str, topology: Any, groups: tuple[BlockGroup, ...]) -> None:
         self._settings = settings
+        self.engine = settings.engine
         self.groups = {group.number: group for group in groups}
         self._rank = int(topology.tp_rank)
         self._pool = connect(settings.address, client=f"vllm worker {topology.tp_rank} {settings.engine_id}"[:64])

@@ -57,7 +57,7 @@ def subscribed(server: PoolProcess, tmp_path: Path, request: pytest.FixtureReque
 
 def until(world: World, subscriber: Subscriber, kind: type, hashes: list[Any]) -> list[Any]:
     """Steps, as an idle engine makes them, until all these blocks of the pool were told of; the events, in their order."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while True:
         world.step()
         subscriber.receive()

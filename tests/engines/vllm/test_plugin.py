@@ -114,6 +114,14 @@ def test_an_option_that_is_wrong_stops_the_start(options: dict[str, Any], field:
         plugin.settings_of(config(Options("/tmp/pool", extra=options), 0), None)
 
 
+@pytest.mark.parametrize("name", plugin.LEFT_OUT)
+def test_what_vllms_own_namespace_leaves_out_is_part_of_the_identity(name: str, server: PoolProcess) -> None:
+    one, two = config(Options(server.socket), 0), config(Options(server.socket), 0)
+    assert plugin.settings_of(one, None).engine == plugin.settings_of(two, None).engine
+    object.__setattr__(two.model_config, name, "another")
+    assert plugin.settings_of(one, None).engine != plugin.settings_of(two, None).engine
+
+
 def test_no_pool_stops_the_start_with_what_to_do(server: PoolProcess) -> None:
     with pytest.raises(Unavailable, match=r"python -m umbp\.pool"):
         World(Options(f"{server.folder}/no.sock"))
@@ -123,5 +131,5 @@ def test_workers_that_differ_stop_the_start(server: PoolProcess) -> None:
     with World(Options(server.socket, tp=2)) as world:
         told = [worker.connector.get_handshake_metadata() for worker in world.workers]
         other = replace(told[1], groups=tuple(replace(group, sizes=group.sizes[1:]) for group in told[1].groups))
-        with pytest.raises(ConfigError, match="different layouts"):
+        with pytest.raises(ConfigError, match="different models or layouts"):
             world.scheduler.connector.set_xfer_handshake_metadata({0: told[0], 1: other})

@@ -271,7 +271,7 @@ class World:
             kv_transfer_state._KV_CONNECTOR_AGENT = worker.connector
             yield worker
 
-    def run(self, *, seconds: float = 20.0, steps: int = 400) -> None:
+    def run(self, *, seconds: float = 60.0, steps: int = 400) -> None:
         """Until nothing is left to do."""
         deadline = time.monotonic() + seconds
         for _ in range(steps * 50):
