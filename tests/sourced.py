@@ -108,9 +108,6 @@ class Made:
                 page[0] ^= 1
         return Taken(status, sums)
 
-    async def promoted(self, space: Space, offer: Offer, keys: U8) -> None:
-        write_log("promoted", keys)
-
     async def close(self) -> None:
         pass
 

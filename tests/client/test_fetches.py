@@ -276,15 +276,6 @@ def test_pages_that_only_pass_through_are_gone_after_their_use(options: tuple[st
         assert pool.status()["used_bytes"] == stored
 
 
-def test_promoted_pages_are_told_to_their_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOURCED_LOG", str(tmp_path / "log"))
-    with PoolProcess("--fetch", "promote", module="tests.sourced", dram="8MiB") as server, umbp.connect(server.socket) as pool:
-        space = open_namespace(pool, SIZE)
-        assert space.get(keys_of(1001), buffer(1)).all(HIT)
-        eventually(lambda: "promoted 1001" in (tmp_path / "log").read_text(), "near was told")
-        assert space.lookup(keys_of(1001)).all()
-
-
 def test_more_than_fits_evicts_and_never_waits_for_ever(server: PoolProcess) -> None:
     with umbp.connect(server.socket) as pool:
         space = open_namespace(pool, SIZE, tenant="more than fits")

@@ -163,6 +163,30 @@ def test_a_prefetch_brings_pages_of_another_node(nodes: tuple[Node, Node], maste
     assert b.get(*range(12), deadline=0).all(HIT)
 
 
+@pytest.mark.parametrize("policy", ["copy", "promote"])
+def test_pages_that_moved_go_first_where_they_came_from(node_of: Callable[..., Node], master: Signpost, policy: str) -> None:
+    source, reader = node_of("--eviction", "lru", dram="4MiB"), node_of("--fetch", policy)
+    source.store(*range(24))  # of 32 that fit
+    master.add(source.pool, source.space, keys_of(22, 23))
+    assert reader.get(22, 23).all(HIT)
+    time.sleep(1.1)  # what was just put is not taken while anything else can go
+    source.store(*range(100, 116))  # the ends of chains go first, and 22 and 23 are one
+    kept = source.space.lookup(keys_of(22, 23))
+    assert kept.all() if policy == "copy" else not kept.any()
+
+
+def test_pages_that_are_on_the_peer_s_disk_alone_come_from_there(master: Signpost, node_of: Callable[..., Node], tmp_path: Any) -> None:
+    source, reader = node_of("--ssd", f"{tmp_path}:64MiB", "--ssd-admission", "always", dram="4MiB"), node_of()
+    source.store(*range(10))
+    written = 'umbp_used_bytes{tier="ssd"}'
+    eventually(lambda: source.metric(written) >= 10 * SIZE, "they are on the disk")
+    for start in range(100, 200, 10):
+        source.store(*range(start, start + 10))
+    assert not source.space.lookup(keys_of(*range(10))).any()  # not in DRAM any more
+    master.add(source.pool, source.space, keys_of(*range(10)))
+    assert reader.get(*range(10)).all(HIT)
+
+
 # -- bad days ------------------------------------------------------------------------------------------------------------------------
 
 

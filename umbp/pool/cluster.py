@@ -92,9 +92,10 @@ class ClusterSide:
 
     def sources(self, agent: NixlAgent | None) -> list[Source]:
         """The other nodes, where there are any: a pool that has a master elsewhere reads what it lacks from them."""
-        transports: dict[str, Transport] = {"http": HttpTransport(self.config.token)}
+        moves = self.config.fetch == "promote"
+        transports: dict[str, Transport] = {"http": HttpTransport(self.config.token, moves=moves)}
         if agent is not None:
-            transports = {"nixl": NixlTransport(agent, self.config.token), **transports}
+            transports = {"nixl": NixlTransport(agent, self.config.token, moves=moves), **transports}
             self.reporter.addresses["nixl"] = self.address.netloc  # orders go the same way; only the pages do not
         if not self.config.master:
             return []

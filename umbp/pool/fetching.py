@@ -14,8 +14,9 @@ its use. A page that somebody stored meanwhile counts; one that a client is writ
 Nothing waits behind a slow place (`umbp.pool.places`): it has two reads under way at most and holds only their memory, each read has a time
 limit, and a place that failed is not asked by anybody for a while.
 
-``policy``: *copy* keeps what was fetched like any other page. *promote* does too, and tells the source, which may then let its own go.
-*pass_through* keeps it only while somebody who waited for it has it leased; so it is also with pages that the admission policy declines.
+``policy``: *copy* keeps what was fetched like any other page. *promote* does too, and the node that it came from does not count the read as
+a use, so that its own copy goes before those that are used there. *pass_through* keeps it only while somebody who waited for it has it
+leased; so it is also with pages that the admission policy declines.
 """
 
 from __future__ import annotations
@@ -293,7 +294,6 @@ class Fetching:
     async def _take(self, batch: Batch, space: Space, keys: U8, part: Part, share: float, codes: U8) -> I64:
         """Read one part; what is there lands. The pages (indices of the batch) that failed and may be elsewhere."""
         place = self.places.of(part.offer.place)
-        stored = part.which[:0]
         async with place.turns, self._reads:
             now = self.now()
             if self.places.is_suspect(part.offer.place):  # it failed while this part waited for its turn
@@ -303,16 +303,12 @@ class Fetching:
                 codes[part.which] = ReadStatus.BUSY
                 self._land(batch, part.which, codes)
                 return part.which[:0]
-            stored, waiting, failed = await self._reserve_and_read(batch, space, keys, part, deadline, codes)
-        if self.policy == "promote" and len(stored):
-            with contextlib.suppress(UmbpError, OSError, TimeoutError):
-                async with asyncio.timeout(READ_SECONDS_MAX):
-                    await part.source.promoted(space, part.offer, keys[stored])
+            waiting, failed = await self._reserve_and_read(batch, space, keys, part, deadline, codes)
         # Without a turn, as it may take long: pages that a client is writing itself.
         return np.concatenate([failed, await self._await_writers(batch, waiting, codes)])
 
-    async def _reserve_and_read(self, batch: Batch, space: Space, keys: U8, part: Part, deadline: float, codes: U8) -> tuple[I64, I64, I64]:
-        """Which pages were read and stored, which another writer has under way, and which failed."""
+    async def _reserve_and_read(self, batch: Batch, space: Space, keys: U8, part: Part, deadline: float, codes: U8) -> tuple[I64, I64]:
+        """Which pages another writer has under way, and which failed."""
         nothing = part.which[:0]
         waiting, reserved = [nothing], []
         for which in _runs(batch, part.which):
@@ -328,10 +324,10 @@ class Fetching:
             if len(made.ids):
                 reserved.append(Room(made.number, which[made.mine], made.ids, made.offsets))
         if not reserved:
-            return nothing, np.concatenate(waiting), nothing
+            return np.concatenate(waiting), nothing
         mine = np.concatenate([room.which for room in reserved])
         done = await self._read(batch, space, part, keys, mine, reserved, deadline, codes)
-        return mine[done], np.concatenate(waiting), mine[~done]
+        return np.concatenate(waiting), mine[~done]
 
     async def _read(
         self, batch: Batch, space: Space, part: Part, keys: U8, which: I64, rooms: list[Room], deadline: float, codes: U8

@@ -122,9 +122,6 @@ class Peers:
             self._measured.append(Measured(run.source.node, run.tier, moved.size_bytes, time.monotonic() - began))
         return Taken(moved.status, moved.sums, verified=True)
 
-    async def promoted(self, space: Space, offer: Offer, keys: U8) -> None:
-        """Nothing: the master hears of the copy here, and advises that node to let go of its own when it needs the room."""
-
     def take_measured(self) -> list[Measured]:
         """What was measured since this was asked last."""
         measured = list(self._measured)

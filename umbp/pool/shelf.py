@@ -1,8 +1,8 @@
 """The pool as a peer reads from it: what an order gets is leased, with checksums, and looked at again when the reader has it.
 
 Pages that are on this node's SSD alone are brought into DRAM first, and go from there. A page without a checksum gets one first, so that no
-page travels without. What a reader takes counts as asked for with the eviction policy, as pages that other nodes want are worth keeping; it
-does not count in the pool's own hit rate.
+page travels without. What a reader takes counts as asked for with the eviction policy, as pages that other nodes want are worth keeping,
+unless the reader says that it will use its own copy from now on; it does not count in the pool's own hit rate.
 """
 
 from __future__ import annotations
@@ -92,8 +92,9 @@ class PoolShelf:
             entries = self.pool.table.entries
             sums: U64 = entries[ids, W_SUM].copy()
             offsets = entries[ids, W_OFFSET].astype(np.int64)
-            prints = hashes(key_words(keys[held]), np.uint64(account.number), self.pool.table.seed)
-            self.pool.objects.request(Request(now, ids.astype(np.int32), prints, 0))
+            if not order.moves:
+                prints = hashes(key_words(keys[held]), np.uint64(account.number), self.pool.table.seed)
+                self.pool.objects.request(Request(now, ids.astype(np.int32), prints, 0))
             unsummed = sums == 0
             if unsummed.any() and self.pool.limits.checksum != "off":
                 sums[unsummed] = await self.make_sums(ids[unsummed], versions[unsummed])

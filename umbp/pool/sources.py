@@ -89,10 +89,6 @@ class Source(Protocol):
         """
         ...
 
-    async def promoted(self, space: Space, offer: Offer, keys: U8) -> None:
-        """These pages, (m, 32), are in this node's DRAM now and need not be kept here (policy *promote*). May do nothing."""
-        ...
-
     async def close(self) -> None:
         """Let go of threads, files and connections."""
         ...

@@ -72,8 +72,5 @@ class SsdSource:
             self._rates[offer.place] = known + RATE_SHARE * (rate - known)
         return Taken(status, sums, verified=True)
 
-    async def promoted(self, space: Space, offer: Offer, keys: U8) -> None:
-        """They stay: a copy on SSD survives the end of the process."""
-
     async def close(self) -> None:
         """`SsdSide` closes the disks."""

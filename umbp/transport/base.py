@@ -40,7 +40,10 @@ Digest: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
 class Order(Message, frozen=True, tag="order"):
-    """Pages wanted of the pool ``node`` of this ``boot``. ``how``: the transport, by name. Arrays: keys u8[n, 32]."""
+    """Pages wanted of the pool ``node`` of this ``boot``. ``how``: the transport, by name. Arrays: keys u8[n, 32].
+
+    ``moves``: they are used from the reader's copy from now on; the peer need not count this as a use of its own.
+    """
 
     node: Annotated[str, Meta(max_length=64)]
     boot: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -49,6 +52,7 @@ class Order(Message, frozen=True, tag="order"):
     n: Annotated[int, Meta(ge=0, le=BATCH_MAX)]
     seconds: Annotated[float, Meta(ge=0, le=GRANT_SECONDS_MAX)]
     how: Annotated[str, Meta(max_length=16)] = "http"
+    moves: bool = False
 
 
 class Granted(Message, frozen=True, tag="granted"):

@@ -48,9 +48,10 @@ class HttpTransport:
 
     name = "http"
 
-    def __init__(self, token: str = "") -> None:
-        """``token``: sent with each order, where peers want one."""
+    def __init__(self, token: str = "", *, moves: bool = False) -> None:
+        """``token``: sent with each order, where peers want one. ``moves``: see `umbp.transport.base.Order`."""
         self.token = token
+        self.moves = moves
         self.received_bytes = 0
         self._threads = ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="umbp-receive")
         self._idle: dict[Address, list[Line]] = {}
@@ -61,7 +62,7 @@ class HttpTransport:
     async def read(self, peer: Peer, namespace: str, size: int, keys: U8, data: U8, offsets: I64, deadline: float) -> Moved:
         """See `umbp.transport.base.Transport`."""
         seconds = max(0.0, min(deadline - time.monotonic(), GRANT_SECONDS_MAX))
-        order = Order(peer.node, peer.boot, namespace, size, len(keys), seconds, self.name)
+        order = Order(peer.node, peer.boot, namespace, size, len(keys), seconds, self.name, self.moves)
         task = self._receive(self._line_or_none(peer.address), peer.address, self.token, order, keys, data, offsets, deadline)
         work = asyncio.get_running_loop().run_in_executor(self._threads, task.run)
         try:

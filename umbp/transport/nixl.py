@@ -137,8 +137,8 @@ class NixlTransport(HttpTransport):
 
     name = "nixl"
 
-    def __init__(self, agent: NixlAgent, token: str = "") -> None:
-        super().__init__(token)
+    def __init__(self, agent: NixlAgent, token: str = "", *, moves: bool = False) -> None:
+        super().__init__(token, moves=moves)
         self.agent = agent
         self._loop = asyncio.get_running_loop()
 
