@@ -13,6 +13,9 @@ import pytest
 
 import umbp
 from tests.field.people import eventually
+from tests.pools import PoolProcess
+from umbp.client.http import PoolHttp
+from umbp.errors import UmbpError
 from umbp.integrations import kv_feed
 from umbp.integrations.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Publisher, hashes_of
 from umbp.integrations.kv_feed import Chains, Feed, Holdings, Source
@@ -167,7 +170,7 @@ def test_a_gap_without_a_replay_clears_what_is_in_doubt() -> None:
 
 def test_a_master_that_does_not_answer_is_told_all_of_it_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     first = world.store(1, 2)
-    eventually(lambda: world.master.tiers["hbm"] == set(first), "it hears")
+    eventually(lambda: world.master.tiers["hbm"] == set(first) and not world.feed.holdings.doubtful, "it hears, and all is told")
     world.master.refuse = True
     second = world.store(2, 2)
     world.publisher.publish(BlockRemoved(hashes(first[:1]), "GPU"))
@@ -221,3 +224,33 @@ def test_noise_is_no_end(world: World) -> None:
         world.publisher._change.notify()
     more = world.store(2, 2)
     eventually(lambda: world.master.tiers["hbm"] == set(more), "it goes on, with what is certain")
+
+
+def test_a_real_master_knows_where_pages_are_and_is_told_again_when_it_restarts() -> None:
+    with PoolProcess(dram="8MiB") as pool:
+        publisher = Publisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
+        source = Source(publisher.endpoint, "engine-7", pool.name, NAMESPACE, publisher.replay_endpoint, page_bytes=1 << 20)
+        feed = Feed(source, pool.http)
+        words = list(range(6 * PAGE))
+        keys = umbp.page_keys(words, PAGE)
+        publisher.publish(BlockStored(hashes_of(keys), None, words, PAGE, None, "GPU"))
+
+        def hbm_keys() -> int:
+            publisher.publish()  # so that a feed that was late finds that it missed something
+            try:
+                engines = PoolHttp(pool.http).get("/v1/external")["engines"]
+            except UmbpError:
+                return -1
+            return sum(each["hbm_keys"] for each in engines if each["engine"] == "engine-7")
+
+        eventually(lambda: hbm_keys() == 6, "the master knows all pages")
+        publisher.publish(BlockRemoved(hashes_of(keys[4:]), "GPU"))
+        eventually(lambda: hbm_keys() == 4, "and what was removed")
+        pool.restart("--http", pool.http.removeprefix("http://"))
+        assert hbm_keys() == 0
+        publisher.publish(BlockRemoved(hashes_of(keys[3:4]), "GPU"))
+        eventually(lambda: hbm_keys() in (0, 3), "a change reaches the new one")
+        feed.holdings.doubtful = True  # as the next refresh says
+        eventually(lambda: hbm_keys() == 3, "all of it is told again")
+        feed.close()
+        publisher.close()

@@ -129,15 +129,15 @@ def test_a_failure_at_a_layer_is_told_and_reaches_nobody_else(server: PoolProces
         tokens = prompt(1, 8, engine.page)
         engine.compute(tokens, seed=7)
         engine.drop()
-        whole = Copies.load
+        whole = Copies.move
 
-        def broken(self: Copies, data: Any, routes: Any, at: int) -> int:
+        def broken(self: Copies, data: Any, at: int, route: Any) -> None:
             if at == layer:
                 raise OSError("injected")
-            return whole(self, data, routes, at)
+            whole(self, data, at, route)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Copies, "load", broken)
+            patch.setattr(Copies, "move", broken)
             restored = engine.restore(tokens, "r1")
             assert (restored.loaded, restored.failed) == (8, ["r1"])
         engine.allocator.free(restored.slots)  # as the scheduler does for a request that it ends
