@@ -224,6 +224,20 @@ class Directory:
         self._rows[rows, W_COUNT] += _U32(1)
         self._rows[rows, W_PARENT], self._rows[rows, W_DEPTH] = parents[known], depth[known]
 
+    def row_words(self, row: int) -> list[int]:
+        """The words of one row."""
+        words: list[int] = self._rows[row].tolist()
+        return words
+
+    def touch_one(self, now: float, row: int) -> None:
+        """`touch` of a single root page."""
+        words, reals = self._rows[row], self._reals[row]
+        age = max(0.0, now - self._start - float(reals[W_ACCESSED]))
+        reals[W_HEAT] = 1.0 + float(reals[W_HEAT]) * 2.0 ** (-age / HALF_LIFE_SECONDS)
+        reals[W_ACCESSED] = now - self._start
+        words[W_COUNT] += _U32(1)
+        words[W_PARENT], words[W_DEPTH] = 0, 1
+
     def use(self, now: float, rows: I64) -> Use:
         """How these rows (none -1) were used."""
         count = self._rows[rows, W_COUNT].astype(np.int64)

@@ -78,6 +78,13 @@ class Holders:
             good &= ~self._strict[holder] | (age <= ((self.epochs[holder] - settled) & 15))
         return good
 
+    def counts_one(self, cell: int) -> bool:
+        """`counts` of a single cell."""
+        holder = (cell >> 8) & (HOLDERS_MAX - 1)
+        if not self._live[holder]:
+            return False
+        return not self._until or not self._strict[holder] or cell >> 4 & 15 == int(self.epochs[holder])
+
     @property
     def pending(self) -> int:
         """Holders that wait for the sweep."""

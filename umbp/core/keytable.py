@@ -60,6 +60,20 @@ class KeyTable:
             self._look(rows, left, words, spaces, hashed, self._second(hashed[left]))
         return rows
 
+    def find_one(self, words: U64, space: int) -> int:
+        """`find` of a single key, (1, 4) words."""
+        key = words[0].tolist()
+        hashed = int(self.hashes(words, np.array([space], np.uint32))[0])
+        tag = hashed >> 32
+        for half in (hashed, hashed * int(_SECOND) >> 32):
+            slots: list[int] = self._slots[(half & 0xFFFF_FFFF) * self.buckets >> 32].tolist()
+            for slot in slots:
+                if slot and slot >> 32 == tag:
+                    row = (slot & 0xFFFF_FFFF) - 1
+                    if self.keys[row].tolist() == key and self.spaces[row] == space:
+                        return row
+        return -1
+
     def insert(self, rows: I64, hashed: U64) -> I64:
         """Enter rows of keys that are in none; the row that stands for each now: its own, an equal key's of this batch, or -1 (no slot)."""
         stands = np.full(len(rows), -1, np.int64)

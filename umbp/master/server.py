@@ -21,6 +21,7 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import numpy.ma  # noqa: F401 - `np.unique` imports it at its first call
@@ -34,6 +35,7 @@ from umbp.core.membership import Timing
 from umbp.master.config import MasterConfig
 from umbp.master.following import Follower
 from umbp.master.probe import Prober
+from umbp.master.quick import QuickDoor
 from umbp.master.readings import readings
 from umbp.master.rest import cluster_endpoints, event_stream, master_endpoints, member_endpoints, member_routes
 from umbp.master.service import MasterService
@@ -85,6 +87,7 @@ class MasterServer:
         self._shared = SharedLog(config.store, lambda: self.url) if config.store != "embedded" else None
         self.master = MasterService(core, probe=self._prober, masters=self._masters, store=self._shared)
         self.metrics = Metrics(lambda: readings(core))
+        self._doors: set[QuickDoor] = set()
         self._stop = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -136,6 +139,8 @@ class MasterServer:
                     task.cancel()
         finally:
             listener.close()
+            for door in list(self._doors):
+                door.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS_MAX):
                     await self._runner.cleanup()
@@ -145,6 +150,12 @@ class MasterServer:
             log.info("stopped")
 
     def _protocol(self) -> asyncio.BaseProtocol:
+        if len(self._doors) >= CONNECTIONS_MAX:
+            return Refusal()
+        answers: dict[bytes, Callable[[bytes], bytes]] = {b"/v1/plan": self.master.plan, b"/v1/locate": self.master.locate}
+        return QuickDoor(answers, self._aiohttp, self.config.token, self.config.http, self._doors)
+
+    def _aiohttp(self) -> asyncio.BaseProtocol:
         server = self._runner.server
         if server is None or len(server.connections) >= CONNECTIONS_MAX:
             return Refusal()

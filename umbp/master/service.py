@@ -25,6 +25,7 @@ import numpy as np
 from umbp.core.advice import Advice
 from umbp.core.master import SLICE, Happening, Master
 from umbp.core.membership import DEAD, Member
+from umbp.core.single import route_one
 from umbp.errors import Conflict, InvalidRequest, UmbpError, Unavailable
 from umbp.master import protocol as say
 from umbp.master.store import Alone, Store
@@ -267,6 +268,10 @@ class MasterService:
         header, blob = decode(frame, _ROUTE)
         keys = blob.keys(header.n)
         blob.end()
+        if header.n == 1 and header.count and not header.prefill and not header.exclude:
+            single = route_one(self.core, self.now(), bytes.fromhex(header.namespace), key_words(keys), header.requester)
+            if single is not None:
+                return say.encode_plan(single)
         plan = self.core.route(
             self.now(),
             bytes.fromhex(header.namespace),

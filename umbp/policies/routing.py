@@ -53,7 +53,7 @@ class Fastest:
             columns = np.flatnonzero(held[first[number]])
             if len(columns):
                 pages = np.flatnonzero(kind == number)
-                columns = self._one_a_node(view, columns)
+                columns = self._one_a_node(view, columns, len(pages))
                 begin = start[columns] + taken[view.nodes[columns]]
                 counts = poured(len(pages), begin, view.page_seconds[columns])
                 choice[pages] = np.repeat(columns, counts)
@@ -61,9 +61,10 @@ class Fastest:
         return choice
 
     @staticmethod
-    def _one_a_node(view: RouteView, columns: I64) -> I64:
-        """Of columns of one node only the faster: it serves them one after the other."""
-        order = columns[np.argsort(view.page_seconds[columns], kind="stable")]
+    def _one_a_node(view: RouteView, columns: I64, pages: int) -> I64:
+        """Of columns of one node only the one that would be faster for all: it serves them one after the other."""
+        alone = view.latency_seconds[columns] + pages * view.page_seconds[columns]
+        order = columns[np.argsort(alone, kind="stable")]
         _, first = np.unique(view.nodes[order], return_index=True)
         return np.sort(order[first])
 
