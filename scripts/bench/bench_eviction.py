@@ -48,8 +48,8 @@ def compute() -> None:
 class Beside:
     """Another process that runs only inside the ``with``, stopped in between."""
 
-    def __init__(self, *arguments: str) -> None:
-        self._process: subprocess.Popen[str] = harness.child(__file__, *arguments)
+    def __init__(self, *arguments: str, script: str = __file__) -> None:
+        self._process: subprocess.Popen[str] = harness.child(script, *arguments)
         assert self._process.stdout is not None
         self._process.stdout.readline()
         self._process.send_signal(signal.SIGSTOP)

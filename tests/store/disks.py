@@ -90,9 +90,9 @@ def make_tier(
         day_bytes_max=day_bytes_max,
     )
     try:
-        for drive in drives:
-            finish(open_steps(tier, now, drive))
-            if strict and drive.error is not None:
+        finish(open_steps(tier, now, *drives))
+        for drive in drives if strict else ():
+            if drive.error is not None:
                 raise drive.error
     except BaseException:
         tier.close()

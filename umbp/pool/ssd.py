@@ -24,7 +24,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,7 +45,7 @@ from umbp.store.ssd_format import NamespaceNote
 from umbp.store.ssd_reads import takes_direct
 from umbp.store.ssd_system import Steps, System
 from umbp.store.ssd_table import SsdTable
-from umbp.store.ssd_upkeep import open_steps, watch_steps
+from umbp.store.ssd_upkeep import opened_steps, watch_steps
 from umbp.types import I64, U8, U64, Mask, Tier, WriteStatus
 
 log = logging.getLogger("umbp.pool.ssd")
@@ -188,6 +188,8 @@ class SsdSide:
                     raise cancelled  # the disk hangs, and the process is about to end: nobody uses that memory any more
             for future in waiting:
                 future.exception()  # the steps have looked at it themselves
+            if not waiting:
+                await asyncio.sleep(0)  # only for others to have their turn
             at = _advance(steps)
         if cancelled is not None:
             raise cancelled
@@ -197,8 +199,11 @@ class SsdSide:
 
     async def open(self) -> None:
         """Take the folders and list what they hold. Conflict, SegmentError: a folder is not ours to use."""
-        tasks = [asyncio.ensure_future(self.walk(open_steps(self.tier, self.now(), drive))) for drive in self.drives]
-        await asyncio.wait(tasks, timeout=OPEN_SECONDS_MAX)
+        now = self.now()
+        opening = {drive: drive.read(now, drive.open) for drive in self.drives}
+        await asyncio.to_thread(wait, opening.values(), OPEN_SECONDS_MAX)
+        done = {drive: future for drive, future in opening.items() if future.done()}
+        await self.walk(opened_steps(self.tier, now, done))
         for drive in self.drives:
             if isinstance(drive.error, UmbpError):
                 raise drive.error

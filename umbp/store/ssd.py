@@ -41,7 +41,7 @@ from umbp.store.index import IndexWriter
 from umbp.store.ssd_catalog import LOW, Catalog, Where
 from umbp.store.ssd_drive import AWAY, Drive
 from umbp.store.ssd_folder import Draft, Full, Placed, SegmentFile, note
-from umbp.store.ssd_format import BLOCK, NamespaceNote, encode_meta, padded
+from umbp.store.ssd_format import BLOCK, NamespaceNote, encode_meta, padded, words_of
 from umbp.store.ssd_ledger import Counters, Ledger, Naming, pages_bytes
 from umbp.store.ssd_reads import DAMAGED, GOOD, UNREADABLE, read_parts, read_run, runs, takes_direct
 from umbp.store.ssd_system import Steps, finish
@@ -225,10 +225,11 @@ class SsdTier:
         digest = self.naming.digest_of(batch.number)
         disks = [drive for drive in self.drives if drive.may_write(now)]
         able = [drive for drive in disks if drive.folder.record_pages(batch.size) and padded(batch.size) <= pages_bytes(drive.folder)]
-        names: list[bytes] = [key.tobytes() for key in batch.keys]
+        names: list[bytes] = words_of(batch.keys).tolist()
+        number = batch.number
         wanted: dict[bytes, int] = {}
         for at in np.flatnonzero(~found.hit).tolist():
-            if (batch.number, names[at]) in self.writing:
+            if self.writing and (number, names[at]) in self.writing:
                 status[at] = WriteStatus.PENDING
             else:
                 wanted.setdefault(names[at], at)
@@ -242,16 +243,16 @@ class SsdTier:
         status[items[count:]] = reason
         items = items[:count]
         part = Writing(batch, digest, status)
-        self.writing.update(((batch.number, names[at]), part) for at in items)
+        self.writing.update(((number, names[at]), part) for at in items)
         self.ledger.pending_bytes += len(items) * padded(batch.size)
         try:
             yield from self._write(now, part, items, able)
         finally:
             self.ledger.pending_bytes -= len(items) * padded(batch.size)
             for at in items:
-                del self.writing[batch.number, names[at]]
+                del self.writing[number, names[at]]
             part.ended.set_result(None)
-        for at in np.flatnonzero(~found.hit).tolist():  # a key twice in one batch
+        for at in np.flatnonzero(~found.hit).tolist() if len(wanted) < len(names) else ():  # a key twice in one batch
             if wanted.get(names[at], at) != at and status[wanted[names[at]]] == WriteStatus.STORED:
                 status[at] = WriteStatus.EXISTS
         return status
@@ -305,20 +306,25 @@ class SsdTier:
     def _list(self, now: float, part: Writing, drive: Drive, placed: list[Placed], done: list[tuple[Draft, list[int]]]) -> Steps[None]:
         """Enter what is on disk, but for what was removed meanwhile: that is noted first."""
         batch, dead, numbers = part.batch, list[int](), list[int]()
-        for record, (draft, items) in zip(placed, done, strict=True):
+        flushed = self.naming.digest_of(batch.number) != part.digest
+        by_file: dict[int, list[int]] = {}
+        for at, (record, (draft, _)) in enumerate(zip(placed, done, strict=True)):
             drive.waiting_bytes -= draft.blocks * BLOCK
             self.ledger.wrote(drive, draft.blocks * BLOCK)
-            if drive.state == AWAY:
-                continue
-            flushed = self.naming.digest_of(batch.number) != part.digest
-            alive = np.array([not flushed and batch.keys[at].tobytes() not in part.gone for at in items])
-            at = np.array(items)
-            shown = self.ledger.enter(now, batch.place, drive, record, alive)
-            part.status[at[alive]] = np.where(shown, WriteStatus.STORED, WriteStatus.KEY_LIMIT)
-            part.status[at[~alive]] = WriteStatus.FLUSHED
-            sequences = record.pages["sequence"]
+            by_file.setdefault(id(record.file), []).append(at)
+        for which in by_file.values() if drive.state != AWAY else ():
+            file = placed[which[0]].file
+            whole = Placed(file, np.concatenate([placed[at].pages for at in which]))  # one pass over the index for all of a file's records
+            items = np.array([item for at in which for item in done[at][1]])
+            alive = np.full(len(items), not flushed)
+            if part.gone:
+                alive &= np.array([batch.keys[item].tobytes() not in part.gone for item in items.tolist()])
+            shown = self.ledger.enter(now, batch.place, drive, whole, alive)
+            part.status[items[alive]] = np.where(shown, WriteStatus.STORED, WriteStatus.KEY_LIMIT)
+            part.status[items[~alive]] = WriteStatus.FLUSHED
+            sequences = whole.pages["sequence"]
             dead += sequences[~alive].tolist() + sequences[alive][~shown].tolist()
-            numbers += [record.file.number] * (len(dead) - len(numbers))
+            numbers += [file.number] * (len(dead) - len(numbers))
         if dead:
             yield [drive.write(now, note, drive.folder, np.array(numbers, np.uint64), np.array(dead, np.uint64), True)]
 

@@ -21,6 +21,7 @@ from umbp.store.ssd_drive import Drive
 from umbp.store.ssd_folder import Found, Placed, note
 from umbp.store.ssd_format import PAGE, encode_meta, padded
 from umbp.store.ssd_ledger import pages_bytes
+from umbp.store.ssd_system import Steps
 from umbp.types import I64, U64, Mask
 
 NAMESPACES_MANY = 4096
@@ -38,32 +39,55 @@ class _Pages:
     counts: Mask
 
 
-def adopt(tier: SsdTier, now: float, opened: dict[Drive, list[Found]]) -> int:
-    """List what counts of the disks that were just opened; how many pages. Those that are listed already stay as they are."""
+def adopt_steps(tier: SsdTier, now: float, opened: dict[Drive, list[Found]]) -> Steps[int]:
+    """List what counts of the disks that were just opened; how many pages. Those that are listed already stay as they are.
+
+    What takes long is done in a thread, and files are listed one by one, so that others have their turns in between.
+    """
     for drive in opened:
         for digest, known in drive.folder.meta.namespaces.items():
             tier.flushed[digest] = max(tier.flushed.get(digest, 0), known.flushed)
-    for drive, files in opened.items():
-        _tell_flushes(tier, now, drive, files)
-    found = _gather(tier, opened)
-    last = int(found.pages["sequence"].max(initial=0))
-    tier.sequence = max(tier.sequence, last + SEQUENCES_SKIPPED, *tier.flushed.values(), 1)
-    killed = _killed(found)
-    order, newest = _newest(tier, found)
-    alive = np.zeros(len(found.pages), bool)
-    alive[order[newest]] = ~killed[order[newest]] & found.counts[order[newest]]
-    alive &= ~_listed(tier, found)
-    _keep_within(tier, found, alive)
-    count = _enter(tier, now, found, alive)
-    _note_dead(now, found, found.counts & ~alive & ~killed)
-    for drive in opened:
+    for drive, held in opened.items():
+        _tell_flushes(tier, now, drive, held)
+    files = [(drive, each) for drive, held in opened.items() for each in held]
+    meanings = [_meaning(tier, each) for _, each in files]
+    if files:
+        sorting = files[0][0].read(now, _judged, files, meanings, tier.catalog.table.seed)
+        yield [sorting]
+        found, alive, killed = sorting.result()
+        tier.sequence = max(tier.sequence, int(found.pages["sequence"].max(initial=0)) + SEQUENCES_SKIPPED)
+        alive &= ~_listed(tier, found)
+        _keep_within(tier, found, alive)
+        count = yield from _enter(tier, now, found, alive)
+        _note_dead(now, found, found.counts & ~alive & ~killed)
+        tier.counters.found_pages += count
+        tier.counters.orphans += len(alive) - count
+    tier.sequence = max(tier.sequence, *tier.flushed.values(), 1)
+    for drive, held in opened.items():
+        _tell_flushes(tier, now, drive, held)  # of meanwhile
         day, total = drive.folder.last
         if day == int(tier.ledger.clock() // 86_400):
             tier.ledger.today()
             tier.ledger.day_bytes += total
-    tier.counters.found_pages += count
-    tier.counters.orphans += len(alive) - count
-    return count
+    return count if files else 0
+
+
+def _meaning(tier: SsdTier, found: Found) -> tuple[I64, U64]:
+    """For each namespace of a file its number now, -1 where it has none, and the mark below which nothing counts."""
+    tier.counters.torn += found.contents.torn
+    names = found.contents.namespaces
+    numbers = [-1 if (number := tier.naming.number_of(name)) is None else number for name in names]
+    return np.array([*numbers, -1], np.int64), np.array([*(tier.flushed.get(name, 0) for name in names), 0], np.uint64)
+
+
+def _judged(files: list[tuple[Drive, Found]], meanings: list[tuple[I64, U64]], seed: np.uint64) -> tuple[_Pages, Mask, Mask]:
+    """In a thread: all pages found, which of them count, and which have a note that they are no more."""
+    found = _gather(files, meanings)
+    killed = _killed(found)
+    order, newest = _newest(found, seed)
+    alive = np.zeros(len(found.pages), bool)
+    alive[order[newest]] = ~killed[order[newest]] & found.counts[order[newest]]
+    return found, alive, killed
 
 
 def _tell_flushes(tier: SsdTier, now: float, drive: Drive, found: list[Found]) -> None:
@@ -79,14 +103,9 @@ def _tell_flushes(tier: SsdTier, now: float, drive: Drive, found: list[Found]) -
         drive.write(now, drive.folder.write_meta, encode_meta(drive.folder.meta))
 
 
-def _gather(tier: SsdTier, opened: dict[Drive, list[Found]]) -> _Pages:
-    files = [(drive, each) for drive, found in opened.items() for each in found]
+def _gather(files: list[tuple[Drive, Found]], meanings: list[tuple[I64, U64]]) -> _Pages:
     pages, file, number, counts = [np.zeros(0, PAGE)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, bool)]
-    for at, (_, each) in enumerate(files):
-        tier.counters.torn += each.contents.torn
-        names = each.contents.namespaces
-        numbers = np.array([-1 if (found := tier.naming.number_of(name)) is None else found for name in names] or [-1])
-        marks = np.array([tier.flushed.get(name, 0) for name in names] or [0], np.uint64)
+    for at, ((_, each), (numbers, marks)) in enumerate(zip(files, meanings, strict=True)):
         mine = each.contents.pages
         which = np.minimum(mine["namespace"], len(numbers) - 1)
         pages.append(mine)
@@ -113,11 +132,11 @@ def _words(pages: Any) -> U64:
     return np.frombuffer(np.ascontiguousarray(pages["key"]).tobytes(), np.uint64).reshape(-1, 4)
 
 
-def _newest(tier: SsdTier, found: _Pages) -> tuple[I64, Mask]:
+def _newest(found: _Pages, seed: np.uint64) -> tuple[I64, Mask]:
     """An order in which copies of a page follow each other, and in that order whether each is the last of its page."""
     words = _words(found.pages)
     number = found.number.astype(np.uint64)
-    hashed = hashes(words, number, tier.catalog.table.seed)
+    hashed = hashes(words, number, seed)
     order = np.lexsort((found.pages["sequence"], hashed))
     h, w, n = hashed[order], words[order], number[order]
     same = (h[1:] == h[:-1]) & (n[1:] == n[:-1]) & (w[1:] == w[:-1]).all(axis=1)
@@ -152,7 +171,7 @@ def _keep_within(tier: SsdTier, found: _Pages, alive: Mask) -> None:
     alive[ids[over]] = False
 
 
-def _enter(tier: SsdTier, now: float, found: _Pages, alive: Mask) -> int:
+def _enter(tier: SsdTier, now: float, found: _Pages, alive: Mask) -> Steps[int]:
     """File by file, the one written first first, so that the eviction policy takes them for as old as they are."""
     count, places = 0, _places(found)
     ends = np.searchsorted(found.file, np.arange(len(found.files) + 1))
@@ -166,6 +185,7 @@ def _enter(tier: SsdTier, now: float, found: _Pages, alive: Mask) -> int:
             shown = tier.ledger.enter(now, np.uint64(place), drive, Placed(each.file, found.pages[part]), mine)
             alive[part.start + np.flatnonzero(mine)[~shown]] = False
             count += int(np.count_nonzero(shown))
+        yield []
     tier.counters.stored -= count
     return count
 

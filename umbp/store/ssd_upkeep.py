@@ -7,14 +7,15 @@ or so. A disk that was away is opened as at a start: what it holds is listed aga
 from __future__ import annotations
 
 import logging
+from concurrent.futures import Future
 
 import numpy as np
 
 from umbp.errors import UmbpError
 from umbp.store.ssd import SsdTier
-from umbp.store.ssd_adoption import adopt
+from umbp.store.ssd_adoption import adopt_steps
 from umbp.store.ssd_drive import AWAY, Drive
-from umbp.store.ssd_folder import note
+from umbp.store.ssd_folder import Found, note
 from umbp.store.ssd_system import Steps
 
 log = logging.getLogger("umbp.store.ssd")
@@ -43,18 +44,28 @@ def watch_steps(tier: SsdTier, now: float, drive: Drive) -> Steps[None]:
         tier.ledger.lose(now, drive, "another folder is in its place")
 
 
-def open_steps(tier: SsdTier, now: float, drive: Drive) -> Steps[None]:
-    """Open a disk and list what it holds. The error that kept it from being opened is in ``drive.error``."""
-    future = drive.read(now, drive.open)
-    yield [future]
-    drive.error = future.exception()
-    if drive.error is None:
-        drive.opened()
-        count = adopt(tier, now, {drive: future.result()})
-        log.info("%s: %d pages found", drive.path, count)
-        for line in drive.folder.said:
-            log.warning("%s", line)
-    elif isinstance(drive.error, OSError | UmbpError):
-        drive.lost(now, str(drive.error))
-    else:
-        raise drive.error
+def open_steps(tier: SsdTier, now: float, *drives: Drive) -> Steps[None]:
+    """Open disks and list what they hold. The error that kept one from being opened is in its ``error``."""
+    opening = {drive: drive.read(now, drive.open) for drive in drives}
+    yield list(opening.values())
+    yield from opened_steps(tier, now, opening)
+
+
+def opened_steps(tier: SsdTier, now: float, opening: dict[Drive, Future[list[Found]]]) -> Steps[None]:
+    """List what disks hold that have been opened, or have not let themselves be. All of a start together: copies are told apart then."""
+    good: dict[Drive, list[Found]] = {}
+    for drive, future in opening.items():
+        drive.error = future.exception()
+        if drive.error is None:
+            good[drive] = future.result()
+        elif isinstance(drive.error, OSError | UmbpError):
+            drive.lost(now, str(drive.error))
+        else:
+            raise drive.error
+    if good:
+        count = yield from adopt_steps(tier, now, good)
+        for drive in good:
+            drive.opened()
+            for line in drive.folder.said:
+                log.warning("%s", line)
+        log.info("%s: %d pages found", ", ".join(drive.path for drive in good), count)

@@ -1,0 +1,316 @@
+"""The SSD tier against the same disk without it, and what a saturated disk does to DRAM: one JSON line a row.
+
+    python scripts/bench/bench_ssd.py [--folder DIR] [--repeats 5] [--only tier,start,pool]
+
+``tier``: batches of 64 x 1 MiB, 16 x 4 MiB and 1,024 x 64 KiB (stored together) are read and written by `SsdTier`, checksums verified and
+made, every write synced. The floor is a raw loop in the same run, taking turns, on a file of its own: the same bytes with O_DIRECT from
+four threads in blocks of 4 MiB, the best that this loop does on most disks, with one fdatasync a batch for writes; ``same_gbps`` is that
+loop with blocks of the object's size.
+``start``: a million pages (4 KiB each) are listed again by a start, in seconds; also after a kill.
+``pool``: `get` of one page from DRAM (the p99 of a call) while another process reads pages from SSD as fast as it can and writes new ones,
+against the same idle; and `get` of pages that are on SSD alone, by a client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+
+import umbp
+from umbp.policies import CLEANING, EVICTION, STRIPING
+from umbp.policies.base import build
+from umbp.store.index import place_word
+from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd_catalog import private_table
+from umbp.store.ssd_drive import Drive
+from umbp.store.ssd_format import NamespaceNote
+from umbp.store.ssd_system import Steps, System, aligned, finish
+from umbp.store.ssd_upkeep import open_steps
+from umbp.types import U8, Tier, WriteStatus
+
+THREADS, BLOCK_BYTES = 4, 4 << 20
+BATCH_BYTES = 64 << 20
+SHAPES = ((1 << 20, 0.9), (4 << 20, 0.9), (64 << 10, 0.8))
+BATCHES = 8
+SEGMENT_BYTES = 256 << 20  # as of a tier of 8 GiB and more
+START_PAGES, START_SECONDS = 1_000_000, 5.0
+
+
+class Names:
+    """One namespace a number."""
+
+    def digest_of(self, number: int) -> bytes:
+        return number.to_bytes(32, "big")
+
+    def number_of(self, digest: bytes) -> int:
+        return int.from_bytes(digest, "big")
+
+    def note_of(self, digest: bytes) -> NamespaceNote:
+        return NamespaceNote("bench", 1)
+
+    def quota_of(self, number: int) -> int:
+        return 0
+
+
+def open_tier(folder: Path, size: int, entries: int, segment_bytes: int = 0) -> SsdTier:
+    """A tier on this folder."""
+    drive = Drive(str(folder), size, System(), segment_bytes=segment_bytes)
+    policies = {"cleaning": build(CLEANING, "cost_benefit"), "striping": build(STRIPING, "even")}
+    tier = SsdTier([drive], private_table(entries, 7), Names(), time.time, eviction=build(EVICTION, "lru", entries), **policies)
+    finish(open_steps(tier, 0.0, drive))
+    assert drive.error is None, drive.error
+    return tier
+
+
+# -- the tier ----------------------------------------------------------------------------------------------------------------------
+
+
+class Raw:
+    """A file, read and written with O_DIRECT by threads."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self.fd, 0, size)
+        self.size = size
+        self.threads = ThreadPoolExecutor(THREADS)
+        self.memory = aligned(BATCH_BYTES)
+        self.memory[:] = np.random.default_rng(2).bytes(BATCH_BYTES)  # zeros may never reach the disk
+        self.at = 0
+        for _ in range(size // BATCH_BYTES):  # so that its space is as written as that of a tier that is in use
+            self.write(BLOCK_BYTES)
+
+    def read(self, block: int) -> None:
+        """One batch."""
+        self._move(os.preadv, block)
+
+    def write(self, block: int) -> None:
+        """One batch, synced."""
+        self._move(os.pwritev, block)
+        os.fdatasync(self.fd)
+
+    def _move(self, call: Callable[..., int], block: int) -> None:
+        start, self.at = self.at, (self.at + BATCH_BYTES) % self.size
+
+        def one(at: int) -> None:
+            assert call(self.fd, [self.memory[at : at + block]], start + at) == block
+
+        list(self.threads.map(one, range(0, BATCH_BYTES, block)))
+
+
+def tier_rows(folder: Path, repeats: int) -> None:
+    size = 8 * BATCHES * BATCH_BYTES
+    raw = Raw(folder / "raw", BATCHES * BATCH_BYTES)
+    tier = open_tier(folder / "tier", size, 1 << 17, SEGMENT_BYTES)
+    memory = np.frombuffer(aligned(BATCH_BYTES), np.uint8)
+    memory[:] = np.random.default_rng(1).integers(0, 256, BATCH_BYTES, dtype=np.uint8)
+    for number, (page, target) in enumerate(SHAPES, start=1):
+        count, place = BATCH_BYTES // page, place_word(number, page)
+        rows = memory.reshape(count, page)
+        fresh = [harness.random_keys(count, number * 1000 + at) for at in range(BATCHES * (harness.ATTEMPTS * repeats + 2))]
+        written: list[np.ndarray] = []
+
+        def write(keys: np.ndarray, place: np.uint64 = place, rows: np.ndarray = rows) -> Steps[U8]:
+            none = np.zeros(len(keys), np.uint64)
+            return tier.write_steps(time.monotonic(), Batch(place, keys, [row.data for row in rows], none, straight=True))
+
+        def writes(fresh: list[np.ndarray] = fresh, written: list[np.ndarray] = written) -> list[float]:
+            """As a pool does it: while one batch is on its way the next one is made ready."""
+            written[:] = part = [fresh.pop() for _ in range(BATCHES)]
+            began, under_way = time.perf_counter(), deque[tuple[Steps[U8], list[Any]]]()
+            for keys in part:
+                steps = write(keys)
+                under_way.append((steps, next(steps)))
+                if len(under_way) == 2:
+                    done(*under_way.popleft())
+            done(*under_way.popleft())
+            return [(time.perf_counter() - began) / BATCHES]
+
+        def done(steps: Steps[U8], waiting: list[Any]) -> None:
+            wait(waiting)
+            assert (finish(steps) == WriteStatus.STORED).all()
+
+        def read(keys: np.ndarray, place: np.uint64 = place, rows: np.ndarray = rows) -> None:
+            assert not tier.read(time.monotonic(), place, keys, rows).max() > 1
+
+        def reads(written: list[np.ndarray] = written) -> list[float]:
+            return [sum(harness.timed(read, [(keys,) for keys in written])) / BATCHES]
+
+        for op, subject, floor in (("write", writes, raw.write), ("read", reads, raw.read)):
+            harness.wait_until_quiet()
+            machine = harness.Machine()
+
+            def best(floor: Callable[[int], None] = floor, block: int = BLOCK_BYTES) -> list[float]:
+                return [sum(harness.timed(floor, [(block,)] * BATCHES)) / BATCHES]
+
+            def same(best: Callable[..., list[float]] = best, page: int = page) -> list[float]:
+                return best(block=page)
+
+            ours, theirs, alike = harness.in_turns(repeats, subject, best, same, machine=machine)
+            row = harness.compared(ours, theirs, bytes_a_call=BATCH_BYTES, at_least=target)
+            row |= {"same_gbps": alike.row("", BATCH_BYTES)["gbps"], "foreign_cpu": machine.kept}
+            harness.emit(bench="ssd", op=f"batch {op}", pages=count, page_bytes=page, **row)
+    tier.close()
+
+
+# -- the start ---------------------------------------------------------------------------------------------------------------------
+
+
+def start_rows(folder: Path) -> None:
+    entries, place, page = START_PAGES * 5 // 4, place_word(1, 4096), 4096
+    size = START_PAGES * 4096 * 3 // 2
+    tier = open_tier(folder / "many", size, entries)
+    memory = np.frombuffer(aligned(8192 * page), np.uint8).reshape(-1, page)
+    random = np.random.default_rng(3)
+    for start in range(0, START_PAGES, 8192):
+        count = min(8192, START_PAGES - start)
+        keys = random.integers(0, 256, (count, 32), dtype=np.uint8)
+        assert (tier.write(0.0, place, keys, memory[:count]) == WriteStatus.STORED).all()
+    for op in ("start after a kill", "start after a stop"):
+        if op.endswith("stop"):
+            tier.stop(0.0)
+        tier.close()
+        began = time.monotonic()
+        tier = open_tier(folder / "many", size, entries)
+        seconds = time.monotonic() - began
+        assert tier.catalog.count == START_PAGES
+        harness.emit(
+            bench="ssd", op=op, pages=START_PAGES, seconds=round(seconds, 2), target=f"< {START_SECONDS:.0f} s", met=seconds < START_SECONDS
+        )
+    tier.close()
+
+
+# -- the pool ----------------------------------------------------------------------------------------------------------------------
+
+
+def saturate(socket: str) -> None:
+    """The other client: pages from SSD, and new ones, for ever."""
+    size = 1 << 20
+    with umbp.connect(socket, client="saturate") as client:
+        space = harness.namespace(client, size)
+        keys, out = harness.random_keys(512, 77), np.empty((32, size), np.uint8)
+        fresh = harness.random_keys(1 << 16, int(time.time_ns()) & 0xFFFF)
+        print("reading", flush=True)
+        at = 0
+        while True:
+            part = (np.arange(32) + at) % len(keys)
+            space.get(keys[part], out, deadline=10.0)
+            space.put(fresh[at % len(fresh) :][:8], out[:8])
+            at += 32
+
+
+def pool_rows(folder: Path, repeats: int) -> None:
+    from bench_eviction import Beside  # the same child, stopped between the turns
+
+    size, other = 1 << 20, 64 << 10
+    options = ("--ssd", f"{folder / 'pool'}:8GiB", "--ssd-admission", "always", "--eviction", "lru")
+    with harness.pool(*options, dram="512MiB") as (process, client):
+        space, small = harness.namespace(client, size), harness.namespace(client, other, "small")
+        keys = harness.random_keys(512, 77)
+        values = np.random.default_rng(1).integers(0, 256, (32, size), dtype=np.uint8)
+        for start in range(0, len(keys), 32):
+            space.put(keys[start : start + 32], values)
+            wait_written(client)
+        hot = harness.random_keys(256, 5)
+        small.put(hot, np.zeros((256, other), np.uint8))
+        wait_written(client)
+        ssd_alone(space, keys, size)
+        pin = small.pin(hot)
+        saturating = Beside("--saturate", process.socket, script=__file__)
+        try:
+            out = np.empty((1, other), np.uint8)
+
+            def gets() -> list[float]:
+                return harness.timed(lambda at: small.get(hot[at : at + 1], out), [(at % 256,) for at in range(2000)])
+
+            def calls() -> list[float]:
+                def one(at: int) -> None:
+                    with small.lease(hot[at : at + 8]):
+                        pass
+
+                return harness.timed(one, [(at % 240,) for at in range(500)])
+
+            def beside(work: Callable[[], list[float]]) -> Callable[[], list[float]]:
+                def run() -> list[float]:
+                    with saturating:
+                        return work()
+
+                return run
+
+            for op, work in (("get of a 64 KiB page in DRAM", gets), ("lease of 8 pages in DRAM (two calls of the pool)", calls)):
+                harness.wait_until_quiet()
+                machine = harness.Machine(process.pid, saturating.pid)
+                before = client.status()["ssd"]["disks"][0]["read_bytes"]
+                busy, idle = harness.in_turns(repeats, beside(work), work, machine=machine)
+                moved = client.status()["ssd"]["disks"][0]["read_bytes"] - before
+                ratio = busy.percentile(0.99) / idle.percentile(0.99)
+                row = (
+                    busy.row("", 0)
+                    | idle.row("idle_", 0)
+                    | {"ratio": round(ratio, 2), "target": "ratio <= 2 (of p99)", "met": ratio <= 2.0}
+                )
+                harness.emit(bench="ssd", op=f"{op}, disk saturated", read_bytes_meanwhile=moved, **row, foreign_cpu=machine.kept)
+        finally:
+            saturating.end()
+            small.unpin(pin)
+
+
+def ssd_alone(space: umbp.Namespace, keys: np.ndarray, size: int) -> None:
+    """Pages that are on SSD alone, got by a client: read, committed, copied."""
+    out = np.empty((32, size), np.uint8)
+    seconds: list[float] = []
+    for start in range(0, len(keys), 32):
+        part = keys[start : start + 32]
+        if (space.locate(part) == Tier.SSD).all():
+            seconds += harness.timed(lambda part: space.get(part, out, deadline=10.0), [(part,)])
+    if seconds:
+        middle = sorted(seconds)[len(seconds) // 2]
+        harness.emit(
+            bench="ssd", op="get of 32 x 1 MiB from SSD by a client", p50_us=round(middle * 1e6), gbps=round(out.nbytes / middle / 1e9, 2)
+        )
+
+
+def wait_written(client: umbp.Pool, seconds_max: float = 60.0) -> None:
+    give_up = time.monotonic() + seconds_max
+    while client.status()["ssd"]["waiting"] and time.monotonic() < give_up:
+        time.sleep(0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure; 8 GiB are used for a while")
+    parser.add_argument("--repeats", type=int, default=5, help="turns of each (default 5)")
+    parser.add_argument("--only", default="tier,start,pool", help="which rows")
+    parser.add_argument("--saturate", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.saturate:
+        saturate(arguments.saturate)
+    folder = Path(tempfile.mkdtemp(prefix="bench-ssd-", dir=arguments.folder))
+    try:
+        for name, rows in (
+            ("tier", lambda: tier_rows(folder, arguments.repeats)),
+            ("start", lambda: start_rows(folder)),
+            ("pool", lambda: pool_rows(folder, arguments.repeats)),
+        ):
+            if name in arguments.only.split(","):
+                rows()
+                for path in folder.iterdir():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit()
