@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import secrets
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -24,6 +23,7 @@ from umbp.client import Namespace, Pool
 from umbp.errors import InvalidRequest
 from umbp.grammar import parse_size
 from umbp.integrations.sglang_pools import Bundle
+from umbp.integrations.weights import files_digest
 from umbp.loader import Group
 
 SETTINGS_EXAMPLE = '{"pool": "/tmp/umbp-0/default.sock", "tenant": "team-a"}'
@@ -214,13 +214,6 @@ def fingerprint(model: str, server_args: Any) -> str:
     The same on every node that serves the same files with the same arguments. New weights of the same sizes at the same path are not seen:
     give them a ``revision``.
     """
-    facts: dict[str, Any] = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
-    folder = Path(model)
-    if folder.is_dir():
-        config = folder / "config.json"
-        facts["config"] = hashlib.sha256(config.read_bytes()).hexdigest() if config.is_file() else ""
-        with os.scandir(folder) as entries:
-            facts["files"] = sorted(
-                (entry.name, entry.stat().st_size) for entry in entries if entry.name.endswith((".safetensors", ".bin"))
-            )
+    facts = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
+    facts["files"] = files_digest(model)
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
