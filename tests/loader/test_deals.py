@@ -11,6 +11,7 @@ pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 s
 from umbp.client.ranks import RosterView, SeatView
 from umbp.loader.board import BOARD_BYTES, Board, Card
 from umbp.loader.deals import Deal, Parts, deal
+from umbp.loader.group import Alone
 from umbp.loader.peers import Reach
 from umbp.loader.processes import Watch
 from umbp.loader.runtime import Fault
@@ -109,7 +110,7 @@ def test_regions_hold_a_page_of_any_layer_and_do_not_overlap() -> None:
             first = -(-region * size // page_bytes) * page_bytes
             assert region * size <= first
             assert first + pages * page_bytes <= (region + 1) * size <= 1 << 20
-    with pytest.raises(Fault, match=r"raise Group\.staging_bytes"):
+    with pytest.raises(Alone, match=r"raise Group\.staging_bytes"):
         regions(made, [1 << 19])
 
 

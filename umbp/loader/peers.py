@@ -87,7 +87,7 @@ class Peers:
 
     def __init__(self, runtime: Runtime, own: Card, strides: list[int], path: str) -> None:
         self._runtime = runtime
-        self._own = own
+        self.own = own
         self._strides = strides
         self._path = path
         self.met = 0  # ranks that were reached for the first time
@@ -129,8 +129,8 @@ class Peers:
         watch = Watch(card.pid, card.started, self._path, card.holder)
         why, pad, staging, planes = "", 0, 0, None
         try:
-            if card.runtime != self._own.runtime:
-                raise Fault(f"its tensors are on {card.runtime}, not on {self._own.runtime}")
+            if card.runtime != self.own.runtime:
+                raise Fault(f"its tensors are on {card.runtime}, not on {self.own.runtime}")
             pad, staging = self._at(card, card.pad), self._at(card, card.staging)
             if card.unmapped or card.strides != self._strides:
                 raise Fault(card.unmapped or "its tensors lie otherwise than this rank's: their slots are other bytes apart")
@@ -142,7 +142,7 @@ class Peers:
     def _at(self, card: Card, place: tuple[int, int]) -> int:
         index, offset = place
         handle, address = card.handles[index], card.addresses[index]
-        if (card.pid, card.started) == (self._own.pid, self._own.started):
+        if (card.pid, card.started) == (self.own.pid, self.own.started):
             return address + offset  # a process cannot open its own handles
         key = (card.token, handle)
         if key not in self._opened:

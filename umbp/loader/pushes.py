@@ -56,6 +56,7 @@ log = logging.getLogger("umbp.loader.pushes")
 # Opening the handles of a rank takes 1 ms each, hundreds where each layer is an allocation: so ranks that meet for the first time are
 # given longer to announce what they push. Who dies meanwhile is noticed.
 MEETING_SECONDS = 2.0
+TABLES_MAX = 1024  # of layers of all served ranks, some 10 KB each: a few groupings of a deep model
 
 
 class PushParty:
@@ -75,6 +76,7 @@ class PushParty:
         self.arrived: I64 = np.zeros(2 * group.world, np.int64)  # in each channel when the gates were opened
         self.pushes = mover.runtime.stream()
         self._board: Board | None = None
+        self._tables: dict[tuple[object, ...], LayerGroup] = {}
         self._open = False
         self._patience = group.patience_seconds  # with announcements of this round
 
@@ -170,7 +172,10 @@ class PushParty:
         self._see_who_is_unmapped(dealt)
         parts = Parts.of(dealt)
         offsets = offsets_of(made.bond, dealt.windows.pages, self.namespace.object_bytes)
-        alias = mover.segment.alias(made.bond.data)
+        try:
+            alias = mover.segment.alias(made.bond.data)
+        except Fault as fault:
+            raise Alone(str(fault)) from fault
         convoy = Convoy(made.load)
         try:
             with mover.runtime.use():
@@ -201,10 +206,13 @@ class PushParty:
         return self.peers.reach(rank, card) if card is not None else None
 
     def _see_who_is_unmapped(self, dealt: Deal) -> None:
-        """From the next load on this rank asks for staging where it could not be reached, or reach another."""
-        for seat in dealt.seats:
-            if seat.reach is not None and seat.reach.planes is None and seat.reach.staging and not self.unmapped:
-                self.unmapped = f"the tensors of rank {seat.rank} cannot be reached: {seat.reach.why}"
+        """From the next load on this rank asks for staging where it cannot be reached, or reach another that could be through staging."""
+        assert self.peers is not None
+        known = [(seat.rank, seat.reach) for seat in dealt.seats if seat.reach is not None]
+        others = [
+            f"the tensors of rank {rank} cannot be reached: {reach.why}" for rank, reach in known if reach.planes is None and reach.staging
+        ]
+        self.unmapped = self.peers.own.unmapped or next(iter(others), "")
 
     def _alone(self, dealt: Deal, parts: Parts, offsets: I64, alias: int, convoy: Convoy, taken: Taken) -> bool:
         """Nobody reads for others: this rank reads what it wants."""
@@ -256,15 +264,22 @@ class PushParty:
         return whole, lost
 
     def _pushed_to(self, dealt: Deal, serves: list[int], first: int, last: int) -> LayerGroup:
-        """These layers' tensors of all ranks that are served."""
-        part = self.mover.planes(first, last)
-        bases = np.zeros((self.group.world, len(part.which)), np.int64)
-        for seat in serves:
-            reach = dealt.seats[seat].reach
-            assert reach is not None
-            assert reach.planes is not None
-            bases[dealt.seats[seat].rank] = reach.planes[part.which]
-        return LayerGroup.of(part.object_offset, part.nbytes, part.stride, bases, device=self.mover.runtime.device)
+        """These layers' tensors of all ranks that are served, on the device; kept, as they are the same for every load."""
+        served = [(dealt.seats[seat].rank, dealt.seats[seat].reach) for seat in serves]
+        key = (first, last, *((rank, reach.card.token) for rank, reach in served if reach is not None))
+        made = self._tables.get(key)
+        if made is None:
+            part = self.mover.planes(first, last)
+            bases = np.zeros((self.group.world, len(part.which)), np.int64)
+            for rank, reach in served:
+                assert reach is not None
+                assert reach.planes is not None
+                bases[rank] = reach.planes[part.which]
+            made = LayerGroup.of(part.object_offset, part.nbytes, part.stride, bases, device=self.mover.runtime.device)
+            while len(self._tables) >= TABLES_MAX:
+                del self._tables[next(iter(self._tables))]
+            self._tables[key] = made
+        return made
 
     # -- what fused and staged rounds have in common -----------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from umbp.kernels.tables import Pads, Window
 from umbp.loader.convoy import Convoy
 from umbp.loader.copies import Taken
 from umbp.loader.deals import Deal, Parts
-from umbp.loader.runtime import Fault
+from umbp.loader.group import Alone
 from umbp.types import I64
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Piece:
 
 
 def regions(dealt: Deal, page_bytes: list[int]) -> tuple[int, int]:
-    """(bytes of a region, pages of any layer that fit one), the same for all ranks of the round. Fault if no page fits.
+    """(bytes of a region, pages of any layer that fit one), the same for all ranks of the round. Alone if no page fits.
 
     Pages lie at multiples of their own size, which differs from layer to layer; so a region may lose the part of one at its begin.
     """
@@ -60,7 +60,7 @@ def regions(dealt: Deal, page_bytes: list[int]) -> tuple[int, int]:
     size = smallest // (HALVES * owners)
     pages = size // max(page_bytes) - 1
     if pages < 1:
-        raise Fault(
+        raise Alone(
             f"staging of {smallest} bytes does not hold two pages of {max(page_bytes)} bytes for each of {owners} ranks, twice: "
             "raise Group.staging_bytes"
         )
@@ -180,7 +180,7 @@ class Freed:
 def stage(
     party: PushParty, dealt: Deal, parts: Parts, offsets: I64, alias: int, convoy: Convoy, taken: Taken
 ) -> tuple[bool, tuple[int, ...]]:
-    """One round, queued on the mover's stream. Whether it is done, and the seats that were lost. Fault if staging is too small."""
+    """One round, queued on the mover's stream. Whether it is done, and the seats that were lost. Alone if staging is too small."""
     made = StagedRound(party, dealt, parts, offsets, alias)
     mover, kernels, runtime, group = made.mover, made.kernels, made.runtime, party.group
     with runtime.on(mover.stream):
