@@ -99,6 +99,6 @@ def test_whatever_happens_to_a_rank_the_other_has_its_bytes(server: PoolProcess,
     options = {"meet_seconds": 0.1, "patience_seconds": 0.1, "staging_bytes": 1 << 20, "device": {"gpu": True}}
     with umbp.connect(server.socket) as pool, ranks(server.socket, tenant, 2, way=way, **options) as group:
         course = Accidents(group, pool, seed)
-        for _ in range(4):
+        for _ in range(3):
             course.run()
         nothing_is_leased(pool)

@@ -13,6 +13,8 @@ from umbp.types import U8
 
 # By Little's law 34 blocks of 16 KiB keep the fabric busy, 7 the host link (`umbp.kernels.tables.Tile`); the rest is for jitter.
 BLOCKS = 48
+# Smaller allocations lie together in one block of memory, and a handle opens the block: so what is shared has blocks of its own.
+SHARE_BYTES = 2 << 20
 
 
 class GpuMark:
@@ -40,10 +42,17 @@ class GpuRuntime:
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         self.name = "hip" if torch.version.hip is not None else "cuda"
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._driver = driver or Driver.of_process(self.name)
+        self._found = driver
 
     def __repr__(self) -> str:
         return f"<GpuRuntime {self.name} {self.device}>"
+
+    @property
+    def _driver(self) -> Driver:
+        """Found when it is first needed: without one, torch alone still moves pages."""
+        if self._found is None:
+            self._found = Driver.of_process(self.name)
+        return self._found
 
     def use(self) -> AbstractContextManager[None]:
         """See `Runtime.use`."""
@@ -62,7 +71,7 @@ class GpuRuntime:
     def allocate(self, nbytes: int) -> int:
         """See `Runtime.allocate`."""
         with self.use():
-            return self._driver.allocate(nbytes)
+            return self._driver.allocate(-(-nbytes // SHARE_BYTES) * SHARE_BYTES)
 
     def free(self, address: int) -> None:
         """See `Runtime.free`."""
