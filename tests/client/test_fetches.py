@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 
 import umbp
 from tests.client.test_contract import Plain, until
-from tests.field.people import bytes_of, eventually, keys_of, open_namespace, values_of
+from tests.field.people import Child, Wire, bytes_of, eventually, keys_of, open_namespace, values_of
 from tests.pools import PoolProcess
 from umbp import Layout, ReadStatus, Tier, WriteStatus
+from umbp.store import segment
 from umbp.types import NOWHERE, PrefetchState
 
 SIZE = 64 << 10
@@ -225,8 +227,6 @@ async def test_cancelled_while_it_waits_leaves_nothing(server: PoolProcess) -> N
 
 
 def test_a_client_that_dies_while_it_waits_leaves_nothing(server: PoolProcess) -> None:
-    from tests.field.people import Child
-
     def wait(child: Child, socket: str) -> None:
         space = open_namespace(umbp.connect(socket), SIZE, tenant="dies")
         child.say("waiting")
@@ -242,11 +242,6 @@ def test_a_client_that_dies_while_it_waits_leaves_nothing(server: PoolProcess) -
 
 
 def test_a_page_that_a_client_is_writing_is_waited_for(server: PoolProcess) -> None:
-    import threading
-
-    from tests.field.people import Wire
-    from umbp.store import segment
-
     with Wire(server.socket, SIZE, tenant="writer") as writer, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, SIZE, tenant="writer")
         number, _, ids, offsets = writer.reserve(keys_of(1500))
@@ -262,6 +257,27 @@ def test_a_page_that_a_client_is_writing_is_waited_for(server: PoolProcess) -> N
         assert said[0].all(HIT)
         assert (out == 9).all()  # the client's bytes, not another copy of the source's
         mapped.close()
+
+
+def test_a_pool_that_is_killed_while_pages_are_on_their_way_forgets_them(log: Path) -> None:
+    with PoolProcess(module="tests.sourced", dram="16MiB") as server, umbp.connect(server.socket) as pool:
+        space = open_namespace(pool, SIZE)
+        said: list[Any] = []
+        numbers = range(7600, 7664)
+        thread = threading.Thread(target=lambda: said.append(space.get(keys_of(*numbers), buffer(64), deadline=5.0)))
+        thread.start()
+        eventually(lambda: pool.status()["being_written"], "the fetch has begun")
+        server.kill()
+        thread.join(10)
+        assert said[0].all(BUSY, HIT)
+        server.restart()
+        eventually(lambda: pool.connected, "the client is back")
+        status = pool.status()
+        assert [status[name] for name in ("being_written", "abandoned", "reservations")] == [0] * 3
+        assert status["used_bytes"] == status["keys"] * SIZE
+        out = buffer(2)
+        assert space.get(keys_of(1001, 5001), out).all(HIT)
+        assert same(out, 1001, 5001)
 
 
 @pytest.mark.parametrize("options", [("--fetch", "pass_through"), ("--admission", "second_touch")])
