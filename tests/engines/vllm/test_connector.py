@@ -116,16 +116,16 @@ def test_without_recompute_one_is_warned(options: Options, caplog: pytest.LogCap
 
 
 def test_a_sync_load_waits_for_one_layer_at_a_time(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate, load = threading.Event(), Copies.load
+    gate, move = threading.Event(), Copies.move
 
-    def gated(copies: Copies, data: Any, routes: Any, layer: int) -> int:
-        assert layer == 0 or gate.wait(20)
-        return load(copies, data, routes, layer)
+    def gated(copies: Copies, data: Any, layer: int, route: Any) -> None:
+        assert layer == 0 or gate.wait(60)
+        move(copies, data, layer, route)
 
     with World(replace(options, load_async=False)) as world:
         world.serve("a", prompt(1, 5))
         world.drop()
-        monkeypatch.setattr(Copies, "load", gated)
+        monkeypatch.setattr(Copies, "move", gated)
         connector, waits = world.workers[0].connector, []
         wait = connector.wait_for_layer_load
 
