@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
@@ -92,6 +93,7 @@ class Directory:
         self.holders = Holders()
         self.digests: list[bytes] = []
         self.object_bytes: list[int] = []
+        self.identities: dict[bytes, bytes] = {}  # digest -> canonical text, as far as pools have told
         self._space_of: dict[bytes, int] = {}
         self.left_out = 0  # keys for which there was no room
 
@@ -113,6 +115,11 @@ class Directory:
             self.object_bytes[number] = object_bytes
         return number
 
+    def identify(self, digest: bytes, canonical: bytes) -> None:
+        """What a namespace is called in full. A text that is not the digest's is not taken."""
+        if digest in self._space_of and digest not in self.identities and sha256(canonical).digest() == digest:
+            self.identities[digest] = canonical
+
     def _new_space(self) -> int:
         if len(self.digests) < SPACES_MAX:
             self.digests.append(b"")
@@ -124,6 +131,7 @@ class Directory:
         if not free:
             raise LimitReached(f"the directory knows {SPACES_MAX} namespaces, which is the limit", field="namespace")
         self._space_of.pop(self.digests[free[0]], None)
+        self.identities.pop(self.digests[free[0]], None)
         self.object_bytes[free[0]] = 0
         return free[0]
 

@@ -36,7 +36,8 @@ from umbp.types import Tier
 from umbp.wire import Message, decode, encode
 
 KEYS_MAX = 8192  # of one bundle or piece: 265 KiB, applied in some 10 ms, in slices
-SPACES_MAX = 512  # namespaces of one bundle or piece
+SPACES_MAX = 128  # namespaces of one bundle or piece; their identities are 230 KiB at the most
+IDENTITY_BYTES_MAX = 1800
 ASKED_MAX = 16_384  # keys of one question: a million tokens of 64 a page
 
 FRAME = "application/x-umbp-frame"
@@ -55,6 +56,7 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=SECONDS_MAX)]
 Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e12)]
 Text: TypeAlias = Annotated[str, Meta(max_length=256)]
 Addresses: TypeAlias = Annotated[dict[Annotated[str, Meta(max_length=16)], Annotated[str, Meta(max_length=300)]], Meta(max_length=8)]
+Identities: TypeAlias = Annotated[dict[str, Annotated[str, Meta(max_length=IDENTITY_BYTES_MAX)]], Meta(max_length=SPACES_MAX)]
 TierNumber: TypeAlias = Annotated[int, Meta(ge=0, le=3)]
 
 # -- membership --------------------------------------------------------------------------------------------------------------------
@@ -113,12 +115,14 @@ class Advice(Document, frozen=True):
     """What the master would have this pool do with some keys.
 
     ``hold``: do not evict them for ``seconds``; ``drop``: let them go first, others hold them; ``copy``: fetch them from
-    ``source``.
+    ``source``; ``identity`` and ``page_bytes`` are for a pool that does not know the namespace yet.
     """
 
     number: int
     verb: str
     namespace: str
+    identity: str
+    page_bytes: int
     keys: list[str]
     seconds: float
     source: str = ""
@@ -160,6 +164,8 @@ class Left(Document, frozen=True):
 class Events(Message, frozen=True, tag="events"):
     """A numbered bundle. ``spaces``: digest, object bytes, and how many of the keys, in order, are of it.
 
+    ``identities``: the canonical text of namespaces (its sha256 is the digest) that this registration has not named before.
+
     Arrays: keys u8[n, 32], tier u8[n], present u8[n] (1: it holds the key there now, 0: not any more). A key stands once a tier.
     """
 
@@ -167,6 +173,7 @@ class Events(Message, frozen=True, tag="events"):
     number: Number
     n: Batch
     spaces: Annotated[list[tuple[Digest, Bytes, Batch]], Meta(max_length=SPACES_MAX)]
+    identities: Identities = {}  # noqa: RUF012 - msgspec copies it
 
 
 class Piece(Message, frozen=True, tag="piece"):
@@ -182,6 +189,7 @@ class Piece(Message, frozen=True, tag="piece"):
     last: bool
     n: Batch
     spaces: Annotated[list[tuple[Digest, Bytes, Batch]], Meta(max_length=SPACES_MAX)]
+    identities: Identities = {}  # noqa: RUF012
 
 
 class Applied(Document, frozen=True):

@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -57,6 +57,7 @@ class Told:
     tiers: U8
     present: U8
     spaces: list[tuple[bytes, int, int]]
+    identities: dict[bytes, bytes] = field(default_factory=dict)
 
 
 class MasterService:
@@ -136,7 +137,7 @@ class MasterService:
             resync=member.wants_resync,
             acknowledged=member.acknowledged,
             warnings=warnings,
-            advice=[_advice(one, now) for one in advice],
+            advice=[_advice(self.core, one, now) for one in advice],
             masters=self.masters(),
         )
 
@@ -191,7 +192,7 @@ class MasterService:
         header, blob = decode(frame, _EVENTS)
         keys, tiers, present = blob.keys(header.n), blob.take(np.uint8, header.n), blob.take(np.uint8, header.n)
         _end(blob, tiers)
-        told = Told(key_words(keys), tiers, present, _spaces(header))
+        told = Told(key_words(keys), tiers, present, _spaces(header), _identities(header))
         return await self.tell(node, header.registration, header.number, told, frame, heard=heard)
 
     async def piece(self, node: str, frame: bytes, *, heard: bool = False) -> say.Applied:
@@ -199,7 +200,7 @@ class MasterService:
         header, blob = decode(frame, _PIECE)
         keys, tiers = blob.keys(header.n), blob.take(np.uint8, header.n)
         _end(blob, tiers)
-        told = Told(key_words(keys), tiers, np.ones(header.n, np.uint8), _spaces(header))
+        told = Told(key_words(keys), tiers, np.ones(header.n, np.uint8), _spaces(header), _identities(header))
         return await self.tell_piece(
             node, header.registration, header.sweep, header.index, told, frame, bundle=header.bundle, last=header.last, heard=heard
         )
@@ -247,6 +248,8 @@ class MasterService:
     async def _apply(self, member: Member, told: Told) -> None:
         core = self.core
         spaces = core.spaces(told.spaces)
+        for digest, canonical in told.identities.items():
+            core.directory.identify(digest, canonical)
         for start in range(0, len(told.words), SLICE):
             part = slice(start, start + SLICE)
             core.membership.member(member.node, member.registration)  # it may have gone while others were served
@@ -386,11 +389,14 @@ def capacities(tiers: list[say.Capacity]) -> dict[int, tuple[int, int]]:
     return {one.tier: (one.capacity_bytes, one.used_bytes) for one in tiers}
 
 
-def _advice(advice: Advice, now: float) -> say.Advice:
+def _advice(core: Master, advice: Advice, now: float) -> say.Advice:
+    space = core.directory.space_or_none(advice.digest)
     return say.Advice(
         number=advice.number,
         verb=advice.verb,
         namespace=advice.digest.hex(),
+        identity=core.directory.identities.get(advice.digest, b"").decode(),
+        page_bytes=0 if space is None else core.directory.object_bytes[space],
         keys=[bytes(key).hex() for key in advice.keys],
         seconds=advice.seconds(now),
         source=advice.source,
@@ -401,6 +407,10 @@ def _spaces(header: say.Events | say.Piece) -> list[tuple[bytes, int, int]]:
     if sum(count for _, _, count in header.spaces) != header.n:
         raise InvalidRequest(f"the namespaces' counts do not add up to {header.n}", field="spaces")
     return [(bytes.fromhex(digest), size, count) for digest, size, count in header.spaces]
+
+
+def _identities(header: say.Events | say.Piece) -> dict[bytes, bytes]:
+    return {bytes.fromhex(digest): text.encode() for digest, text in header.identities.items()}
 
 
 def _end(blob: Blob, tiers: Any) -> None:

@@ -131,7 +131,7 @@ class Remote:
 
     async def tell(self, node: str, registration: int, number: int, told: Told, seconds: float) -> say.Applied:
         """See `Port`."""
-        header = say.Events(registration=registration, number=number, n=len(told.words), spaces=_spaces(told))
+        header = say.Events(registration=registration, number=number, n=len(told.words), **_spaces(told))
         frame = encode(header, told.words, told.tiers, told.present)
         return await self._framed("data", f"/v1/members/{quote(node)}/events", frame, say.Applied, seconds)
 
@@ -140,7 +140,7 @@ class Remote:
     ) -> say.Applied:
         """See `Port`."""
         header = say.Piece(
-            registration=registration, sweep=sweep, index=index, bundle=bundle, last=last, n=len(told.words), spaces=_spaces(told)
+            registration=registration, sweep=sweep, index=index, bundle=bundle, last=last, n=len(told.words), **_spaces(told)
         )
         frame = encode(header, told.words, told.tiers)
         return await self._framed("data", f"/v1/members/{quote(node)}/resync", frame, say.Applied, seconds)
@@ -237,5 +237,9 @@ class Remote:
             return Unavailable(f"{self.url} is no master: it answered {status}")
 
 
-def _spaces(told: Told) -> list[tuple[str, int, int]]:
-    return [(digest.hex(), size, count) for digest, size, count in told.spaces]
+def _spaces(told: Told) -> dict[str, Any]:
+    """The namespaces of a bundle or piece, as its header has them."""
+    return {
+        "spaces": [(digest.hex(), size, count) for digest, size, count in told.spaces],
+        "identities": {digest.hex(): text.decode() for digest, text in told.identities.items()},
+    }

@@ -22,11 +22,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from hashlib import sha256
 from itertools import chain
 from typing import Protocol
 
 import numpy as np
 
+from umbp.core.namespaces import NamespaceState
 from umbp.core.objects import LIVE
 from umbp.core.outbox import Changes
 from umbp.core.pool import Pool
@@ -90,6 +92,7 @@ class Reporter:
         self._wake, self._join_now = asyncio.Event(), asyncio.Event()
         self._resync = True
         self._synced = asyncio.Event()
+        self._named: set[bytes] = set()  # namespaces whose identity this registration has told
         self._number = self._sweep = 0
         self._held: list[int] = []
         self._done: list[int] = []
@@ -268,6 +271,7 @@ class Reporter:
         outbox = self.pool.objects.outbox
         outbox.begin()
         self._resync = False
+        self._named.clear()  # another master may be listening by now
         self._sweep += 1
         bundle, index, count, began = self._number, 0, 0, time.monotonic()
         for group in chain(self._pieces(), [None]):
@@ -315,7 +319,11 @@ class Reporter:
             group = runs[first : first + say.SPACES_MAX]
             which = order[at : at + sum(count for _, _, count in group)]
             at += len(which)
-            yield Told(changes.words[which], changes.tiers[which], changes.present[which], group)
+            new = {digest for digest, _, _ in group} - self._named
+            self._named |= new
+            states = [self.pool.by_digest[digest] for digest in new if digest in self.pool.by_digest]
+            names = {state.digest: state.canonical for state in states}
+            yield Told(changes.words[which], changes.tiers[which], changes.present[which], group, names)
 
     def _pieces(self) -> Iterator[list[Told]]:
         """All that this pool holds, in parts, each as it is when it is asked for."""
@@ -353,8 +361,10 @@ class Reporter:
 
     def _heed(self, advice: say.Advice) -> None:
         keys = np.frombuffer(bytes.fromhex("".join(advice.keys)), np.uint8).reshape(-1, 32)
-        state = self.pool.by_digest.get(bytes.fromhex(advice.namespace))
         now = time.monotonic()
+        state = self.pool.by_digest.get(bytes.fromhex(advice.namespace))
+        if state is None and advice.verb == "copy":
+            state = self._opened(advice)
         if state is None or not len(keys) or len(keys) > say.KEYS_MAX:
             self._done.append(advice.number)
             return
@@ -380,6 +390,20 @@ class Reporter:
         elif advice.verb == "copy" and self.copy is not None and self.copy(state.digest, keys, advice.seconds, f"advice {advice.number}"):
             self.counts["copied"] += len(keys)
         self._done.append(advice.number)
+
+    def _opened(self, advice: say.Advice) -> NamespaceState | None:
+        """A namespace that no client has opened here: made, so that pages of it can be kept; no session holds it open."""
+        digest, canonical = bytes.fromhex(advice.namespace), advice.identity.encode()
+        if sha256(canonical).digest() != digest or not 0 < advice.page_bytes < 1 << 32:
+            return None
+        try:
+            self.pool.open_namespace(0, digest, canonical, advice.page_bytes)
+        except UmbpError as error:
+            log.info("a namespace is not opened for pages that the master would have here: %s", error)
+            return None
+        state = self.pool.by_digest[digest]
+        del state.sessions[0]
+        return state
 
 
 _NOTHING = Told(np.empty((0, 4), np.uint64), np.empty(0, np.uint8), np.empty(0, np.uint8), [])
