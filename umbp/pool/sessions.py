@@ -255,7 +255,7 @@ class Session(asyncio.Protocol):
             keys = blob.keys(count)
             self.server.pool.note(now, row, keys, conversation)
             if self.server.ssd:
-                self.server.ssd.noted(now, row, keys, conversation)
+                self.server.ssd.noted(row, keys, conversation)
         blob.end()
         return b""
 

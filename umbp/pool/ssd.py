@@ -54,13 +54,17 @@ ENTRIES_MIN, ENTRIES_MAX = 4096, 4 << 20  # within these: 4 M take 0.4 GiB of sh
 QUEUE_PAGES_MAX = 1 << 16
 BATCH_BYTES_MAX = 32 << 20  # held in DRAM while it is written: 20 ms of a fast disk
 BATCH_SHARE = 16  # and at most one in this many bytes of the pool
+BATCH_PAGES_MAX = 256  # 2 ms of the event loop before they are on their way, and 2 ms after
 BATCHES_MORE = 1
+NOTES_MAX = 512  # requests whose keys are still to be looked at; the oldest are forgotten
+NOTES_SECONDS = 0.002  # for them in one go
 WATCH_SECONDS = 1.0
 CLEAN_SECONDS = 0.2
 OPEN_SECONDS_MAX = 15.0  # a disk that takes longer is opened while the pool serves already
 ANSWER_SECONDS_MAX = 5.0  # a flush or removal that a disk has not taken by then is answered with that
 DEMOTE_SHARE = 0.05  # on evict: begins this far below the low watermark
 DEMOTE_BYTES = 64 << 20
+COUNT_SECONDS = 0.25
 STOP_SECONDS_MAX = 2.0
 SHRINK_BYTES = 64 << 20  # of a namespace above its quota, a tick
 HELD_SLICE = 8192
@@ -119,6 +123,8 @@ class SsdSide:
         self._batch_bytes = min(BATCH_BYTES_MAX * len(self.drives), pool.objects.allocator.capacity_bytes // BATCH_SHARE)
         self._slots = asyncio.Semaphore(len(self.drives) + BATCHES_MORE)
         self._more = asyncio.Event()
+        self._notes: deque[tuple[int, U8, int]] = deque(maxlen=NOTES_MAX)
+        self._counted_at = float("-inf")
         self.keys = SsdKeys(self.table.writer.entries)
         self.stopping = False
         pool.objects.fresh = deque()
@@ -232,13 +238,15 @@ class SsdSide:
     async def _look_after(self, drive: Drive) -> None:
         looked = float("-inf")
         while True:
-            now = self.now()
-            if now - looked >= WATCH_SECONDS:
-                looked = now
-                await self.walk(watch_steps(self.tier, now, drive))
-            moved = 0
-            if wanted(self.tier, now, drive):
-                moved = await self.walk(clean_steps(self.tier, now, drive))
+            now, moved = self.now(), 0
+            try:
+                if now - looked >= WATCH_SECONDS:
+                    looked = now
+                    await self.walk(watch_steps(self.tier, now, drive))
+                if wanted(self.tier, now, drive):
+                    moved = await self.walk(clean_steps(self.tier, now, drive))
+            except Exception:  # our own fault, or a policy's of another package: the pool goes on
+                log.exception("%r was not looked after", drive)
             if self.queue.count and drive.may_write(now):
                 self._more.set()
             await asyncio.sleep(moved / self.config.ssd_clean_rate if moved else CLEAN_SECONDS)
@@ -255,8 +263,16 @@ class SsdSide:
             if self.policy == "write_behind":
                 self._want(ids[self.pool.objects.state[ids] == LIVE])
 
-    def noted(self, now: float, row: int, keys: U8, conversation: int) -> None:
-        """A request asked for these keys."""
+    def noted(self, row: int, keys: U8, conversation: int) -> None:
+        """A request asked for these keys. It is looked at by and by: clients send many at a time, and the loop has others to serve."""
+        self._notes.append((row, keys, conversation))
+
+    def _look_at_notes(self) -> None:
+        began = self.now()
+        while self._notes and self.now() < began + NOTES_SECONDS:
+            self._note(began, *self._notes.popleft())
+
+    def _note(self, now: float, row: int, keys: U8, conversation: int) -> None:
         state = self.pool.namespaces.get(row)
         if state is None:
             return
@@ -270,6 +286,8 @@ class SsdSide:
     def _want(self, ids: I64) -> None:
         """Have these written, if they are not on SSD and the policy wants them there."""
         for place, part in self._by_place(np.unique(ids) if len(ids) else ids):
+            if not any(drive.folder.record_pages(int(place) >> 32) for drive in self.drives):
+                continue  # larger than a file
             part = part[self.pool.objects.row[part] >= 0]
             keys = _keys_of(self.pool.table.entries, part)
             absent = ~self.tier.find(place, keys)
@@ -292,7 +310,7 @@ class SsdSide:
         now = self.now()
         if not any(drive.may_write(now) for drive in self.drives):
             return np.empty(0, np.int64)
-        return self.queue.take(self._batch_bytes)
+        return self.queue.take(self._batch_bytes, BATCH_PAGES_MAX)
 
     async def _write(self, ids: I64) -> None:
         """Write one batch; its pages are held meanwhile."""
@@ -352,9 +370,16 @@ class SsdSide:
 
     def tick(self, now: float) -> None:
         """Let time pass."""
+        self._look_at_notes()
         self.committed()
         if self.policy == "on_evict":
             self._demote(now)
+        if now >= self._counted_at + COUNT_SECONDS:
+            self._counted_at = now
+            self._count(now)
+
+    def _count(self, now: float) -> None:
+        """Tell namespaces what they have here; quotas that were lowered, and namespaces that are no more."""
         held, none = self.tier.ledger.held, np.empty(0, np.int64)
         for state in self.pool.namespaces.values():
             account = state.account

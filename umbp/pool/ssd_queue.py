@@ -42,7 +42,7 @@ class WriteQueue:
         while self.count > self.pages_max:
             self._give_up()
 
-    def take(self, size_bytes: int) -> I64:
+    def take(self, size_bytes: int, pages_max: int = 1 << 20) -> I64:
         """The pages to write next, of one namespace: those that have waited longest and are still what they were. Empty: none waits."""
         while self._pinned or self._batches:
             queue = self._pinned or self._batches
@@ -55,6 +55,7 @@ class WriteQueue:
                 continue
             mine = self.objects.row[ids] == self.objects.row[ids[0]]
             mine &= np.cumsum(self.objects.size[ids]) - self.objects.size[ids] < size_bytes
+            mine[pages_max:] = False
             rest = ~mine
             if rest.any():
                 queue.appendleft((ids[rest], versions[rest]))

@@ -7,7 +7,7 @@ before it the record's head lies; its word for the checksum the page's check. Th
 A page is in the index from the moment its bytes are on disk for good until it is removed, evicted, found unreadable, or its file or its
 disk goes. `forget` says which notes (file number, sequence number) keep it from coming back at the next start.
 
-Cost: 64 bytes an entry and 128 of buckets in the index, 32 here, and the policy's own.
+Cost: 64 bytes an entry and 128 of buckets in the index, 36 here, and the policy's own.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ LOW = np.uint64(0xFFFF_FFFF)
 SHIFT = np.uint64(32)
 BLOCK_BITS, BACK_BITS = 24, 20  # a file of up to 64 GiB, a record of up to 4 GiB
 TELL_SLICE = 65_536
+NOBODY, NOWHERE = -1, -2  # no file's number
 
 
 def private_table(entries: int, seed: int) -> IndexWriter:
@@ -63,6 +64,7 @@ class Catalog:
         self.written_at: F64 = np.zeros(n, np.float64)  # or found at a start
         self._ids: dict[int, int] = {}  # by the file's identity
         self._numbers: list[int] = []  # free ones
+        self._file_of: I32 = np.full(n, NOBODY, np.int32)  # the location's file once more, dense: it is looked for by file
         self._free: I32 = np.arange(n - 1, -1, -1, dtype=np.int32)
         self.free_ids = n
 
@@ -97,7 +99,7 @@ class Catalog:
 
     def places(self) -> tuple[I64, U64]:
         """All pages: ids, ascending, and their place words."""
-        ids = self.table.committed()
+        ids = np.flatnonzero(self._file_of != NOBODY)
         return ids, self.table.entries[ids, W_PLACE]
 
     def ids_of_number(self, number: int) -> I64:
@@ -108,9 +110,7 @@ class Catalog:
 
     def ids_of_file(self, file: SegmentFile) -> I64:
         """All pages in a file."""
-        ids = self.table.committed()
-        mine: I64 = ids[self.table.entries[ids, W_OFFSET].view(np.int64) >> (BACK_BITS + BLOCK_BITS) == self._ids.get(id(file), -1)]
-        return mine
+        return np.flatnonzero(self._file_of == self._ids.get(id(file), NOWHERE))
 
     def prints(self, place: np.uint64, keys: U8) -> U64:
         """The fingerprints that policies know pages by."""
@@ -140,6 +140,7 @@ class Catalog:
             self.changed(self.table.entries[ids, :5], True)
         self.sequence[ids], self.whole[ids], self.accessed_at[ids] = sequences[shown], wholes[shown], now
         self.written_at[ids] = now
+        self._file_of[ids] = number
         self._charge(file, len(ids), int(place >> SHIFT))
         for start in range(0, len(ids), TELL_SLICE):
             part = slice(start, start + TELL_SLICE)
@@ -172,17 +173,16 @@ class Catalog:
             for size in np.unique(part).tolist():
                 self._charge(self.files[number], -int(np.count_nonzero(part == size)), size)
         self.policy.on_removed(ids.astype(np.int32), evicted=evicted)
+        self._file_of[ids] = NOBODY
         files = [self.files[number] for number in numbers.tolist()]
         self._give_back(ids)
         return files, self.sequence[ids]
 
     def victims(self, count: int, kept: I64, *, number: int = -1) -> I64:
         """Up to this many pages to evict, the first to go first, none of those kept, and of one namespace if it is named. A peek."""
-        fixed: Mask = np.zeros(len(self.table.entries), bool)
-        fixed[kept] = True
 
         def eligible(ids: I32) -> Mask:
-            mask: Mask = ~fixed[ids]
+            mask: Mask = ~np.isin(ids, kept) if len(kept) else np.ones(len(ids), bool)
             if number >= 0:
                 mask &= self.table.entries[ids, W_PLACE] & LOW == np.uint64(number)
             return mask

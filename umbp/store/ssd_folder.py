@@ -64,7 +64,7 @@ NUMBERS_SKIPPED = 16  # at start, so that no number of a header that was lost is
 RECORD_BYTES_MAX = 4 << 20  # written by one call
 RECORD_PAGES_MAX = 256
 OTHER_BYTES = 1 << 20  # of a folder's limit, for what is not segments
-WRITERS = 2  # threads that write records: while one waits for the disk the other makes checksums
+WRITERS = 4  # threads that write records: while some wait for the disk others make checksums
 FREE, ACTIVE, SEALED, BROKEN = "free", "active", "sealed", "broken"
 
 
