@@ -30,13 +30,15 @@ def ask(
     far: bool = True,
 ) -> Ticket:
     mask = np.array([number in there for number in numbers], bool)
-    return fetches.ask(0.0, session, 3, namespace, [key(n) for n in numbers], mask, before=b"", deadline=deadline, far=far)
+    keys = [key(n) for n in numbers]
+    return fetches.ask(0.0, keys, mask, session=session, row=3, namespace=namespace, deadline=deadline, far=far)
 
 
 def prefetch(fetches: Fetches, *numbers: int, request: str = "a", payload: bytes = b"", now: float = 0.0, deadline: float = 10.0) -> Ticket:
     keys = [key(n) for n in numbers]
     payload = payload or b"".join(keys)
-    return fetches.prefetch(now, 3, 7, keys, np.zeros(len(keys), bool), request=request, payload=payload, deadline=deadline, hold=0.0)[0]
+    none = np.zeros(len(keys), bool)
+    return fetches.prefetch(now, keys, none, row=3, namespace=7, request=request, payload=payload, deadline=deadline, hold=0.0)[0]
 
 
 def batch_of(fetches: Fetches) -> Batch:

@@ -150,18 +150,20 @@ class Fetches:
     def ask(
         self,
         now: float,
-        session: int,
-        row: int,
-        namespace: int,
         keys: list[bytes],
         there: Mask,
         *,
-        before: bytes,
+        session: int,
+        row: int,
+        namespace: int,
         deadline: float,
+        before: bytes = b"",
         hold: float = 0.0,
         far: bool = True,
     ) -> Ticket:
         """A ticket for these keys. ``there``: which are in DRAM already. ``before``: the key before the first, or b"".
+
+        ``row`` and ``namespace``: the namespace's row and the number that it has now.
 
         LimitReached changes nothing.
         """
@@ -188,11 +190,11 @@ class Fetches:
     def prefetch(
         self,
         now: float,
-        row: int,
-        namespace: int,
         keys: list[bytes],
         there: Mask,
         *,
+        row: int,
+        namespace: int,
         request: str,
         payload: bytes,
         deadline: float,
@@ -207,7 +209,7 @@ class Fetches:
         self._forget_prefetches(now)
         if len(self.prefetches) >= PREFETCHES_MAX:
             raise LimitReached(f"{len(self.prefetches)} prefetches are under way, which is the limit", field="prefetch")
-        ticket = self.ask(now, 0, row, namespace, keys, there, before=b"", deadline=deadline, hold=hold)
+        ticket = self.ask(now, keys, there, session=0, row=row, namespace=namespace, deadline=deadline, hold=hold)
         ticket.request, ticket.payload = request, payload
         self.prefetches[row, request] = ticket
         return ticket, True

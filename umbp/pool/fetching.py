@@ -120,8 +120,9 @@ class Fetching:
             return None
         found = self.pool.find_keys(account, keys)
         there = found.hit if self.sources else np.ones(len(keys), bool)
-        names = _names(keys)
-        ticket = self.fetches.ask(now, session, row, number, names, there, before=before, deadline=now + seconds)
+        ticket = self.fetches.ask(
+            now, _names(keys), there, session=session, row=row, namespace=number, deadline=now + seconds, before=before
+        )
         if not self.sources:
             ticket.status[~found.hit] = ReadStatus.MISS
         self._protect(now, ticket, found.ids[found.hit], found.versions[found.hit])
@@ -142,7 +143,7 @@ class Fetching:
         there = found.hit if self.sources and number == account.number else np.ones(len(keys), bool)
         payload = sha256(b"%f %f " % (seconds, hold) + keys.tobytes()).digest()
         ticket, fresh = self.fetches.prefetch(
-            now, row, number, _names(keys), there, request=request, payload=payload, deadline=now + seconds, hold=hold
+            now, _names(keys), there, row=row, namespace=number, request=request, payload=payload, deadline=now + seconds, hold=hold
         )
         if fresh:
             ticket.status[there & ~found.hit] = ReadStatus.MISS
@@ -171,7 +172,9 @@ class Fetching:
         now = self.now()
         none = np.zeros(len(keys), bool)
         with contextlib.suppress(LimitReached):
-            ticket = self.fetches.ask(now, PEERS, account.row, account.number, _names(keys), none, before=b"", deadline=deadline, far=False)
+            ticket = self.fetches.ask(
+                now, _names(keys), none, session=PEERS, row=account.row, namespace=account.number, deadline=deadline, far=False
+            )
             over = self._over[ticket.number] = asyncio.Event()
             self._more.set()
             try:
@@ -310,23 +313,27 @@ class Fetching:
     async def _reserve_and_read(self, batch: Batch, space: Space, keys: U8, part: Part, deadline: float, codes: U8) -> tuple[I64, I64]:
         """Which pages another writer has under way, and which failed."""
         nothing = part.which[:0]
-        waiting, reserved = [nothing], []
-        for which in _runs(batch, part.which):
-            now = self.now()
-            before = batch.pages[which[0]].before
-            made = self.pool.reserve(now, SESSION, space.row, keys[which], before, deadline - now + 1.0, number=space.number, admit=False)
-            there, pending = which[made.status == WriteStatus.EXISTS], which[(made.status == WriteStatus.PENDING) & ~made.mine]
-            refused = which[made.status >= WriteStatus.ALL_LEASED]
-            self.counts[part.source.name].refused += len(refused)
-            codes[there], codes[refused] = ReadStatus.HIT, ReadStatus.BUSY
-            self._land(batch, np.concatenate([there, refused]), codes)
-            waiting.append(pending)
-            if len(made.ids):
-                reserved.append(Room(made.number, which[made.mine], made.ids, made.offsets))
-        if not reserved:
+        waiting, rooms = [nothing], []
+        try:
+            for which in _runs(batch, part.which):
+                now = self.now()
+                before, seconds = batch.pages[which[0]].before, deadline - now + 1.0
+                made = self.pool.reserve(now, SESSION, space.row, keys[which], before, seconds, number=space.number, admit=False)
+                if len(made.ids):
+                    rooms.append(Room(made.number, which[made.mine], made.ids, made.offsets))
+                there, refused = which[made.status == WriteStatus.EXISTS], which[made.status >= WriteStatus.ALL_LEASED]
+                waiting.append(which[(made.status == WriteStatus.PENDING) & ~made.mine])
+                self.counts[part.source.name].refused += len(refused)
+                codes[there], codes[refused] = ReadStatus.HIT, ReadStatus.BUSY
+                self._land(batch, np.concatenate([there, refused]), codes)
+        except BaseException:  # nobody else gives back what the pool itself has reserved
+            for room in rooms:
+                self.pool.commit(self.now(), SESSION, room.number, np.zeros(len(room.ids), bool), None)
+            raise
+        if not rooms:
             return np.concatenate(waiting), nothing
-        mine = np.concatenate([room.which for room in reserved])
-        done = await self._read(batch, space, part, keys, mine, reserved, deadline, codes)
+        mine = np.concatenate([room.which for room in rooms])
+        done = await self._read(batch, space, part, keys, mine, rooms, deadline, codes)
         return np.concatenate(waiting), mine[~done]
 
     async def _read(

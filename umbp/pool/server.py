@@ -92,6 +92,7 @@ class PoolServer:
         self._stop = asyncio.Event()
         self.ssd: SsdSide | None = None
         self._sessions: set[Session] = set()
+        self._undecided = 0  # TCP connections that have not said yet what they want
 
     def __repr__(self) -> str:
         return f"<PoolServer {self.name} {self.state}>"
@@ -319,7 +320,13 @@ class PoolServer:
     def _tcp_door(self) -> asyncio.BaseProtocol:
         if self.state != "ready":
             return self._http_protocol()
-        return FrontDoor({FIRST_LINE: (self.pages.door, True)}, self._http_protocol)
+        if self._undecided >= HTTP_CONNECTIONS_MAX:
+            return Refusal()
+        self._undecided += 1
+        return FrontDoor({FIRST_LINE: (self.pages.door, True)}, self._http_protocol, self._decided)
+
+    def _decided(self) -> None:
+        self._undecided -= 1
 
     def _new_session(self) -> Session:
         session = Session(self, self.owners, self._session_number, on_closed=self._sessions.discard)

@@ -445,13 +445,18 @@ class FrontDoor(asyncio.Protocol):
     """Looks at the first bytes of a connection and hands it to whom they are for, else to the HTTP application.
 
     ``doors``: first bytes, and what makes the protocol for a connection that begins with them; whether it is given these bytes as well.
+    ``on_left``: called when it is decided, or the connection is lost before.
     """
 
     def __init__(
-        self, doors: Mapping[bytes, tuple[Callable[[], asyncio.Protocol], bool]], http: Callable[[], asyncio.BaseProtocol]
+        self,
+        doors: Mapping[bytes, tuple[Callable[[], asyncio.Protocol], bool]],
+        http: Callable[[], asyncio.BaseProtocol],
+        on_left: Callable[[], None] = lambda: None,
     ) -> None:
         self._doors = doors
         self._http = http
+        self._on_left = on_left
         self._start = bytearray()
         self._transport: asyncio.Transport | None = None
 
@@ -463,6 +468,7 @@ class FrontDoor(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It never said what it wanted."""
         self._timer.cancel()
+        self._on_left()
 
     def data_received(self, data: bytes) -> None:
         """Decide as soon as it can be told."""
@@ -472,6 +478,7 @@ class FrontDoor(asyncio.Protocol):
             return
         assert transport is not None
         self._timer.cancel()
+        self._on_left()
         protocol: Any = None
         for wanted, (door, whole) in self._doors.items():
             if start.startswith(wanted):
