@@ -58,6 +58,7 @@ def folder() -> Iterator[str]:
 
 def load_all(group: Any, wanted: dict[int, list[int]], **options: Any) -> dict[int, Any]:
     """All of these ranks at once; slots differ. Each answer is right byte for byte where it says so."""
+    options = {"deadline": 50.0, **options}  # the interpreter takes a second for what a GPU does in 10 us, and more on a busy machine
     for rank, numbers in wanted.items():
         group.tell(rank, "load", numbers=numbers, slots=slots_for(rank, len(numbers)).tolist(), **options)
     answers = {rank: group.hear(rank) for rank in wanted}
@@ -160,8 +161,8 @@ BEFORE_LAUNCH = 9  # point of `device_points`: the gates are open, the table pos
 def test_a_push_that_was_decided_on_and_comes_late_lands_nowhere(server: PoolProcess, tenant: str, folder: str) -> None:
     options = {**PATIENT, "patience_seconds": 0.2, "device": {"folder": folder}}
     with ranks(server.socket, tenant, 2, way="fused", **options) as group:
-        group.tell(0, "load", numbers=NUMBERS, slots=slots_for(0, 12).tolist(), what="stop", at=BEFORE_LAUNCH)
-        group.tell(1, "load", numbers=NUMBERS, slots=slots_for(1, 12).tolist(), sentinel=9)
+        group.tell(0, "load", numbers=NUMBERS, slots=slots_for(0, 12).tolist(), deadline=50.0, what="stop", at=BEFORE_LAUNCH)
+        group.tell(1, "load", numbers=NUMBERS, slots=slots_for(1, 12).tolist(), deadline=50.0, sentinel=9)
         answer = group.hear(1)
         assert (answer["missing"], answer["wrong"]) == ([], []), "the other half is read in its place"
         assert group.stopped(0)
@@ -179,7 +180,7 @@ def accidents(server: PoolProcess, tenant: str, folder: str, world: int, way: st
     options = {"meet_seconds": 0.2, "patience_seconds": 0.2, "staging_bytes": 1 << 20, "device": {"folder": folder}}
     with umbp.connect(server.socket) as pool, ranks(server.socket, tenant, world, way=way, **options) as group:
         course = Accidents(group, pool, seed, NUMBERS, (40.0, 40.0, 3.0))
-        course.slack = 15.0  # the interpreter takes a second for what a GPU does in 10 us, and more on a busy machine
+        course.slack = 15.0
         for run in range(runs):
             try:
                 course.run()
