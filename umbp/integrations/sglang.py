@@ -189,6 +189,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
             return []
         keys = keys_of(kv.keys)
         windows = {number: max(1, len(by_source[shelf.bundle.source].keys or ())) for number, shelf in self.windows.items()}
+        first = rid not in self._known
         self._count["lookups"] += 1
         self._count["pages_asked"] += len(keys)
         ahead = self._leases.known(rid, keys) if self.settings.protect == "lookup" else None
@@ -197,7 +198,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         if self.settings.protect == "lookup" and ahead is None and found:
             found = self._ends(self._leases.promise(rid, keys[: found[-1]], hits), windows)
         self._count["pages_found"] += found[-1] if found else 0
-        if found and self._residents is not None:
+        if found and first and self._residents is not None:
             self._residents.there(keys[: found[-1]])
         return found
 
@@ -291,7 +292,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
             wanted.held = held
             return True
         wanted.held = self._leases.ask(keys)
-        return not self.place.alone or wanted.held.whole(self.settings.protect_seconds)
+        return not self.place.alone or (self._leases.answered(wanted.held) and wanted.held.whole())
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Forget a load that was not started."""

@@ -24,6 +24,7 @@ from umbp.types import U8, Mask
 
 log = logging.getLogger("umbp.integrations.sglang")
 AHEAD_REQUESTS_MAX = 256
+SILENT_SECONDS = 1.0  # after a pool was silent: a scheduler with a hundred requests must not wait for each of them
 
 
 @dataclass(slots=True)
@@ -47,9 +48,9 @@ class Held:
         """Shelf -> which of its keys are held and stay."""
         return {number: lease.check() for number, lease in self.leases.items()}
 
-    def whole(self, seconds: float) -> bool:
-        """Whether all pages are held, known within this time."""
-        return self.answered(seconds) and all(mask.all() for mask in self.masks().values())
+    def whole(self) -> bool:
+        """Whether all pages are held, as far as it is known now."""
+        return self.answered(0.0) and all(mask.all() for mask in self.masks().values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class Leases:
         self._namespaces = namespaces
         self._wait_seconds = wait_seconds
         self._ahead_seconds = ahead_seconds
+        self._silent_until = 0.0
         self._ahead: OrderedDict[str, Ahead] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbp-lease")  # one, so that a release comes after what it releases
 
@@ -89,6 +91,17 @@ class Leases:
         held = Held(keys)
         held.answer = self._thread.submit(self._take, held)
         return held
+
+    def answered(self, held: Held) -> bool:
+        """Wait for the answer. One that did not come in time is a no, and the next ones are not waited for then, for a while."""
+        assert held.answer is not None
+        if time.monotonic() < self._silent_until and not held.answer.done():
+            return False
+        if held.answered(self._wait_seconds):
+            return True
+        if not held.answer.done():
+            self._silent_until = time.monotonic() + SILENT_SECONDS
+        return False
 
     def release(self, *gone: Held) -> None:
         """Let go of these, after all that was asked for them; nobody waits for it."""
@@ -112,7 +125,7 @@ class Leases:
         """Lease what was hit of these first pages of a prompt; what is held of it. Nothing if the pool does not answer in time."""
         which = {number: np.flatnonzero(hit[: len(keys)]) for number, hit in hits.items()}
         held = self.ask({number: keys[places] for number, places in which.items()})
-        if not held.answered(self._wait_seconds):
+        if not self.answered(held):
             self.release(held)
             return {number: np.zeros(len(keys), bool) for number in hits}
         masks = {}
@@ -127,7 +140,7 @@ class Leases:
         ahead = self._ahead.pop(rid, None)
         if ahead is None:
             return None
-        if ahead.covers(wanted) and ahead.held.whole(0.0):
+        if ahead.covers(wanted) and ahead.held.whole():
             return ahead.held
         self.release(ahead.held)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,8 @@ import umbp
 from tests.engines.sglang.engine import Engine, configured, prompt
 from tests.field.people import eventually, keys_of, values_of
 from tests.pools import PoolProcess
+from umbp.integrations import sglang_leases
+from umbp.integrations.sglang_leases import Held
 from umbp.integrations.sglang_loads import distinct
 from umbp.integrations.windows import windows_that_are_whole
 
@@ -108,3 +111,25 @@ def test_pages_that_are_elsewhere_are_sent_for_and_found_when_asked_again() -> N
         with Engine("mla", pool.socket, tenant="elsewhere too", prefetch=False) as engine:
             for _ in range(5):
                 assert engine.linker.lookup("r1", asked) == []
+
+
+@pytest.mark.parametrize("protect", ["load", "lookup"])
+def test_a_silent_pool_is_waited_for_once(protect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    answered = Held.answered
+
+    def counted(self: Held, seconds: float) -> bool:
+        waits.extend([seconds] if seconds else [])
+        return answered(self, seconds)
+
+    monkeypatch.setattr(Held, "answered", counted)
+    monkeypatch.setattr(sglang_leases, "SILENT_SECONDS", 1000.0)
+    with PoolProcess() as pool, Engine("mla", pool.socket, tenant="silent", protect=protect, protect_seconds=0.05) as engine:
+        tokens = prompt(1, 8, engine.page)
+        engine.compute(tokens, seed=7)
+        engine.drop()
+        pool.signal(signal.SIGSTOP)
+        for number in range(10):
+            assert engine.restore(tokens, f"r{number}").loaded == 0
+        pool.signal(signal.SIGCONT)
+        assert waits == [0.05]
