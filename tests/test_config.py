@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from umbp.config import OPTIONS, PoolConfig, default_socket, load_pool_config
+from umbp.config import OPTIONS, PoolConfig, SsdFolder, default_socket, load_pool_config
 from umbp.errors import ConfigError
 from umbp.grammar import Address, format_size, parse_address, parse_duration, parse_size
 from umbp.machine import auto_dram, fit_dram, probe_memory
@@ -442,3 +442,33 @@ def test_a_missing_shm_folder_is_named() -> None:
 
 def test_shares_are_finite() -> None:
     assert all(math.isfinite(getattr(load(), name)) for name in ("watermark_high", "watermark_low", "lease_share"))
+
+
+def test_ssd_folders_are_given_several_times_or_with_commas() -> None:
+    both = (SsdFolder("/nvme0/a", 2 << 40), SsdFolder("/nvme1/b:c", GIB))
+    assert load_pool_config(["--ssd", "/nvme0/a:2TiB", "--ssd", "/nvme1/b:c:1GiB"], {}).ssd == both
+    assert load_pool_config([], {"UMBP_SSD": "/nvme0/a:2TiB, /nvme1/b:c:1GiB"}).ssd == both
+    assert load_pool_config([], {}).ssd == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("/nvme0", "PATH:SIZE"),
+        (":2TiB", "PATH:SIZE"),
+        ("/nvme0:2 quarts", "size"),
+        ("/nvme0:1MiB", "less than 16MiB"),
+        ("/nvme0:1GiB,/nvme0/:2GiB", "twice"),
+        ("/nvme0:1GiB,", "PATH:SIZE"),
+        ("a\0b:1GiB", "ssd"),
+    ],
+)
+def test_a_bad_ssd_folder_is_refused_with_a_good_one(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        load_pool_config(["--ssd", text], {})
+    assert caught.value.field == "ssd"
+
+
+def test_an_unknown_policy_of_the_ssd_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="write_behind"):
+        load_pool_config(["--ssd-policy", "sometimes"], {})

@@ -181,13 +181,12 @@ def start_rows(folder: Path) -> None:
         if op.endswith("stop"):
             tier.stop(0.0)
         tier.close()
-        began = time.monotonic()
+        began, cpu = time.monotonic(), time.process_time()
         tier = open_tier(folder / "many", size, entries)
-        seconds = time.monotonic() - began
+        seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         assert tier.catalog.count == START_PAGES
-        harness.emit(
-            bench="ssd", op=op, pages=START_PAGES, seconds=round(seconds, 2), target=f"< {START_SECONDS:.0f} s", met=seconds < START_SECONDS
-        )
+        row = {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2)}
+        harness.emit(bench="ssd", op=op, pages=START_PAGES, **row, target=f"< {START_SECONDS:.0f} s", met=seconds < START_SECONDS)
     tier.close()
 
 

@@ -224,7 +224,7 @@ def test_parts_of_pages_are_read_and_verified(tmp_path: Path, direct: bool) -> N
         assert bytes(out[2]) == body(1, size)[start:stop].tobytes()
     before = system.read_bytes
     finish(tier.read_part_steps(0.0, place, keys_of(1), 0, 1000, [memoryview(bytearray(1000))]))
-    assert system.read_bytes - before <= 65_536 + 2 * 4096  # a piece and the head, not the page
+    assert system.read_bytes - before <= ssd_format.PIECE_BYTES + 2 * 4096  # a piece and the head, not the page
     tier.close()
 
 

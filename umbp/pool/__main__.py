@@ -13,6 +13,10 @@ from umbp.config import load_pool_config
 from umbp.errors import UmbpError
 from umbp.pool.server import PoolServer
 
+# A thread that checks what it read, or makes checksums of small pages, holds the interpreter lock for as long as this while the loop waits
+# for it. The default, 5 ms, would be what a client's short call takes beside a busy disk.
+SWITCH_SECONDS = 0.0005
+
 
 def main() -> int:
     """0 after a clean stop, 2 when a bad option or the machine stopped the start."""
@@ -21,6 +25,7 @@ def main() -> int:
         set_up_logging(config.log_level, config.log_format)
         for warning in config.warnings:
             logging.getLogger("umbp.pool").warning("%s", warning)
+        sys.setswitchinterval(SWITCH_SECONDS)
 
         async def serve() -> None:
             await PoolServer(config).run()

@@ -53,7 +53,7 @@ ENTRY_FOR_BYTES = 128 << 10  # automatic limit of keys: one for this many bytes 
 ENTRIES_MIN, ENTRIES_MAX = 4096, 4 << 20  # within these: 4 M take 0.4 GiB of shared memory
 QUEUE_PAGES_MAX = 1 << 16
 BATCH_BYTES_MAX = 32 << 20  # held in DRAM while it is written: 20 ms of a fast disk
-BATCH_SHARE = 16  # and at most one in this many bytes of the pool
+HELD_SHARE = 8  # and at most one in this many bytes of the pool, over all batches
 BATCH_PAGES_MAX = 256  # 2 ms of the event loop before they are on their way, and 2 ms after
 BATCHES_MORE = 1
 NOTES_MAX = 512  # requests whose keys are still to be looked at; the oldest are forgotten
@@ -120,8 +120,9 @@ class SsdSide:
         self.admission: AdmissionPolicy = guarded_admission(build(ADMISSION, config.ssd_admission, entries))
         self.queue = WriteQueue(pool.objects, min(QUEUE_PAGES_MAX, pool.objects.capacity))
         self.not_admitted = 0
-        self._batch_bytes = min(BATCH_BYTES_MAX * len(self.drives), pool.objects.allocator.capacity_bytes // BATCH_SHARE)
-        self._slots = asyncio.Semaphore(len(self.drives) + BATCHES_MORE)
+        slots = len(self.drives) + BATCHES_MORE
+        self._batch_bytes = min(BATCH_BYTES_MAX * len(self.drives), pool.objects.allocator.capacity_bytes // (HELD_SHARE * slots))
+        self._slots = asyncio.Semaphore(slots)
         self._more = asyncio.Event()
         self._notes: deque[tuple[int, U8, int]] = deque(maxlen=NOTES_MAX)
         self._counted_at = float("-inf")

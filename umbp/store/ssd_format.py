@@ -8,7 +8,7 @@ is little-endian, aligned to blocks of 4 KiB, and carries an xxh3-64 of itself.
     segment file   header | record | record | ... | (free) | summary | trailer
     record         head (whole blocks) | body | body | ...          bodies of one namespace and one size, each padded to whole blocks
     head           fixed part: file number, its own place, first sequence number, namespace digest, page size, day and bytes of that day
-                   then an item a body: key, check, whole;  then the sums of each body's pieces of 64 KiB
+                   then an item a body: key, check, whole;  then the sums of each body's pieces of 128 KiB
     summary        where each page of a sealed file lies, so that a start reads 80 bytes a page and no page
     trailer        the last block of the file: where the summary is, and its checksum
 
@@ -37,7 +37,7 @@ from umbp.types import I64, U8, U64
 
 FORMAT = 1
 BLOCK = 4096
-PIECE_BYTES = 64 << 10  # a layer of a page has 36 to 74 KB: a range of layers is widened by at most two pieces; 8 bytes each are 0.01 %
+PIECE_BYTES = 128 << 10  # a range of layers (36 to 74 KB each) is widened by at most two; xxhash lets the interpreter lock go above 64 KiB
 HEADER_MAGIC, FREE_MAGIC, RECORD_MAGIC = b"UMBPSSD1", b"UMBPFREE", b"UMBPREC1"
 SUMMARY_MAGIC, TRAILER_MAGIC, META_MAGIC = b"UMBPSUM1", b"UMBPEND1", b"UMBPDIR1"
 META_BYTES_MAX = 16 << 20
@@ -85,7 +85,7 @@ def pieces(size_bytes: int) -> int:
 
 
 def piece_sums(body: memoryview) -> U64:
-    """One sum a piece of 64 KiB, the last one may be shorter."""
+    """One sum a piece of 128 KiB, the last one may be shorter."""
     digest = xxhash.xxh3_64_intdigest
     if len(body) <= PIECE_BYTES:
         return np.array([digest(body)], np.uint64)
