@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,18 @@ def test_a_verb_can_be_called_and_stops_on_errors(script: Path) -> None:
     assert os.access(script, os.X_OK)
     assert script.read_text().startswith("#!/usr/bin/env bash\n")
     assert "\nset -euo pipefail\n" in script.read_text()
+
+
+@pytest.mark.parametrize("list_", sorted((ROOT / "tests/engines").glob("*/requirements.txt")), ids=lambda path: path.parent.name)
+def test_an_engines_environment_has_all_that_the_pool_needs(list_: Path) -> None:
+    """They are installed without what their packages ask for, so that engines get exactly the versions that were tried."""
+
+    def name(line: str) -> str:
+        return re.split(r"[<>=!~\[ ;]", line, maxsplit=1)[0].lower().replace("_", "-")
+
+    needed = {name(line) for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]}
+    there = {name(line) for line in list_.read_text().splitlines() if line and not line.startswith("#")}
+    assert needed <= there, f"add to {list_}: {sorted(needed - there)}"
 
 
 def test_no_script_installs_torch_unasked() -> None:

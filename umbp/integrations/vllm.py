@@ -35,7 +35,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from umbp.errors import ConfigError
@@ -153,6 +153,9 @@ class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
         with _building(settings):
             super().__init__(vllm_config, role, kv_cache_config)
         self._asked: set[str] = set()
+        if role == KVConnectorRole.SCHEDULER and settings.engine.replicated and self._topology.dcp_size == 1:
+            # vLLM would make a key for each rank and block, and look all of them up: with eight ranks that is most of a lookup.
+            self.connector_scheduler.topology = replace(self._topology, tp_rank=0, tp_size=1)
         if role == KVConnectorRole.SCHEDULER and getattr(vllm_config.kv_transfer_config, "kv_load_failure_policy", "") != "recompute":
             log.warning('a block lost on its way ends its request with an error: set "kv_load_failure_policy": "recompute"')
 

@@ -252,7 +252,11 @@ def test_ranks_with_the_same_kv_store_one_copy_and_read_it_once(
         assert stored_bytes(world) == one
         assert len(lookups(world)._open) == 1
         world.drop()
+        handle, asked = lookups(world), []
+        lookup = handle.lookup
+        handle.lookup = lambda keys: (asked.append(len(keys)), lookup(keys))[1]
         assert world.serve("b", prompt(1, 20)) == (20 * BLOCK, 3)
+        assert max(asked) == 20  # a key a block, not one for each rank
         counts = [transfers(world, rank)._loaders[0].statistics() for rank in range(2)]
         assert [each.staged_loads for each in counts] == [1, 1]
         assert sum(each.group_bytes + each.own_bytes for each in counts) == one
