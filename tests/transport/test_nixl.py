@@ -111,20 +111,6 @@ def test_a_frozen_peer_is_bounded_and_its_late_bytes_harm_nobody(nodes: Nodes) -
     eventually(lambda: got(mine, numbers).where(HIT).sum() > 0, "it is read again")
 
 
-@here
-def test_a_killed_peer_fails_its_pages(nodes: Nodes) -> None:
-    with PoolProcess("--transport", "nixl") as c, umbp.connect(c.socket) as client:
-        there = open_namespace(client, SIZE, tenant="killed")
-        there.put(keys_of(1, 2), values_of([1, 2], SIZE))
-        nodes.master.add(c, there, keys_of(1, 2), addresses={"nixl": str(c.ready["http"])})
-        _, mine = nodes.spaces("killed")
-        assert got(mine, range(1, 2)).all(HIT)
-        c.kill()
-        began = time.monotonic()
-        assert not got(mine, range(2, 3), 1.0).where(HIT).any()
-        assert time.monotonic() - began < 2.5
-
-
 def test_a_pool_that_is_told_to_use_what_is_not_there_does_not_start(tmp_path: Any) -> None:
     if not nixl.missing():
         pytest.skip("nixl is installed here")
@@ -134,3 +120,16 @@ def test_a_pool_that_is_told_to_use_what_is_not_there_does_not_start(tmp_path: A
 
 def test_missing_says_what_to_do() -> None:
     assert nixl.missing() in ("", "the package nixl is not installed: pip install nixl")
+
+
+@here
+def test_a_killed_peer_fails_its_pages(nodes: Nodes) -> None:
+    """The last one: the source is gone after it."""
+    there, mine = nodes.spaces("killed")
+    there.put(keys_of(1, 2), values_of([1, 2], SIZE))
+    nodes.knows(there, range(1, 3), "nixl")
+    assert got(mine, range(1, 2)).all(HIT)
+    nodes.a.kill()
+    began = time.monotonic()
+    assert not got(mine, range(2, 3), 1.0).where(HIT).any()
+    assert time.monotonic() - began < 2.5
