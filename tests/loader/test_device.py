@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,6 +90,38 @@ def test_pages_go_and_come_back_by_the_kernels(server: PoolProcess, folder: str)
     assert seen["calls"]["register"] == seen["calls"]["unregister"] == 1
     assert seen["way"] == ["solo", "no_group"]
     assert "DeviceMover" in seen["machine"]
+
+
+def launches(socket: str, folder: str, tenant: str) -> list[int]:
+    """Launches of loads of 1 and of 20 pages."""
+    from umbp.kernels import launchers
+
+    runtime, numbers, counted = HostRuntime(folder), list(range(20)), Counter[str]()
+    cache = Cache(make=runtime.tensor)
+    for name in ("page_load", "page_store"):
+        launch = getattr(launchers, name)
+
+        def counting(*arguments: Any, name: str = name, launch: Any = launch, **named: Any) -> Any:
+            counted[name] += 1
+            return launch(*arguments, **named)
+
+        setattr(launchers, name, counting)
+    found = []
+    with umbp.connect(socket) as pool:
+        namespace = cache.namespace(pool, tenant=tenant)
+        with umbp.Loader(namespace, cache.tensors, runtime=runtime) as loader:
+            counted.clear()  # the kernels were proven
+            cache.write(numbers, slots_for(1, 20))
+            assert loader.offload(keys_of(numbers), slots_for(1, 20)).result().all(WriteStatus.STORED)
+            for count in (1, 20):
+                counted["page_load"] = 0
+                assert len(loader.load(keys_of(numbers[:count]), slots_for(2, count)).finish().missing) == 0
+                found.append(counted["page_load"])
+    return [*found, counted["page_store"]]
+
+
+def test_more_pages_are_no_more_launches(server: PoolProcess, folder: str) -> None:
+    assert in_interpreter(launches, server.socket, folder, "launches") == [1, 1, 1]
 
 
 def test_memory_that_cannot_be_registered_is_gone_around(server: PoolProcess, folder: str) -> None:
