@@ -21,6 +21,7 @@ from umbp.types import WriteStatus
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
 from tests.loader.caches import PAGES, Cache, keys_of, slots_for
 from tests.loader.host_runtime import HostRuntime, Passed
+from umbp.loader import bounce
 
 
 @pytest.fixture
@@ -137,3 +138,26 @@ def test_without_triton_pages_go_through_a_buffer(server: PoolProcess, folder: s
     assert {name: seen[name] for name in SOUND} == SOUND
     assert "Bounce" in seen["machine"]
     assert PAGES > 23
+
+
+def test_loads_and_offloads_through_buffers_do_not_meet(pool: umbp.Pool, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "umbp.kernels.launchers", None)
+    monkeypatch.setattr(bounce, "BUFFER_BYTES", 1 << 14)  # three rows: the buffers take turns
+    runtime, numbers = HostRuntime(folder), list(range(20))
+    cache, other = Cache(make=runtime.tensor), Cache(make=runtime.tensor)
+    namespace = cache.namespace(pool, tenant="both ways")
+    with (
+        umbp.Loader(namespace, cache.tensors, runtime=runtime) as loader,
+        umbp.Loader(namespace, other.tensors, runtime=runtime) as checker,
+    ):
+        cache.write(numbers, range(1, 21))
+        assert loader.offload(keys_of(numbers), np.arange(1, 21)).result().all(WriteStatus.STORED)
+        for turn in range(1, 8):
+            more = [1000 * turn + number for number in range(20)]
+            cache.write(more, range(1, 21))
+            offload, load = loader.offload(keys_of(more), np.arange(1, 21)), loader.load(keys_of(numbers), np.arange(21, 41))
+            assert len(load.finish().missing) == 0
+            assert offload.result().all(WriteStatus.STORED)
+            assert cache.has(numbers, range(21, 41)).all()
+            assert len(checker.load(keys_of(more), np.arange(1, 21)).finish().missing) == 0
+            assert other.has(more, range(1, 21)).all()

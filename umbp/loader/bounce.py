@@ -7,7 +7,6 @@ CPU fills one while the copy engine empties the other. It costs a copy by the CP
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,18 +28,38 @@ class _Buffer:
     mark: Mark | None = None
 
 
+class _Lane:
+    """A stream and two buffers that take turns: one for loads, one for offloads, as each has a thread of its own. Made when first used."""
+
+    def __init__(self, runtime: Runtime, nbytes: int) -> None:
+        self.stream = runtime.stream()
+        self.nbytes = nbytes
+        self._pinned = runtime.device.type == "cuda"
+        self._buffers: list[_Buffer] = []
+        self._turn = 0
+
+    def next(self) -> _Buffer:
+        """The buffer that was used longer ago, when the device is through with it."""
+        if len(self._buffers) < 2:
+            self._buffers.append(_Buffer(torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self._pinned)))
+            return self._buffers[-1]
+        buffer = self._buffers[self._turn]
+        self._turn ^= 1
+        if buffer.mark is not None:
+            wait_mark(buffer.mark)
+            buffer.mark = None
+        return buffer
+
+
 class Bounce:
-    """The planes of one rank, and two buffers."""
+    """The planes of one rank."""
 
     def __init__(self, tensors: KvTensors, runtime: Runtime) -> None:
         self.tensors = tensors
         self.layer_bytes = [sum(plane.nbytes for plane in tensors.planes if plane.layer == layer) for layer in range(tensors.layers)]
         self._runtime = runtime
-        self._stream = runtime.stream()
         size = max(BUFFER_BYTES, max(plane.nbytes for plane in tensors.planes))
-        pinned = runtime.device.type == "cuda"
-        self._buffers = [_Buffer(torch.empty(size, dtype=torch.uint8, pin_memory=pinned)) for _ in range(2)]
-        self._turn = 0
+        self._loads, self._saves = _Lane(runtime, size), _Lane(runtime, size)
 
     def __repr__(self) -> str:
         return f"<Bounce of {len(self.tensors.planes)} planes>"
@@ -51,7 +70,7 @@ class Bounce:
             return False
         convoy = Convoy(load)
         try:
-            with self._runtime.use(), self._runtime.on(self._stream):
+            with self._runtime.use(), self._runtime.on(self._loads.stream):
                 load.hold_start()
                 for layer in range(self.tensors.layers):
                     size = self.layer_bytes[layer] * len(slots)
@@ -69,10 +88,10 @@ class Bounce:
 
     def save(self, data: U8, offsets: I64, slots: I64) -> None:
         """As `Mover.save`."""
-        with self._runtime.use(), self._runtime.on(self._stream):
+        with self._runtime.use(), self._runtime.on(self._saves.stream):
             for plane in self.tensors.planes:
-                for part in self._parts(plane, len(slots)):
-                    buffer = self._next()
+                for part in _parts(plane, len(slots), self._saves.nbytes):
+                    buffer = self._saves.next()
                     rows = buffer.memory[: (part.stop - part.start) * plane.nbytes].view(-1, plane.nbytes)
                     index = torch.from_numpy(slots[part]).to(self._runtime.device)
                     rows.copy_(plane.pages.index_select(0, index), non_blocking=True)
@@ -83,26 +102,18 @@ class Bounce:
         """As `Mover.close`."""
 
     def _fill(self, plane: Plane, data: U8, offsets: I64, slots: I64) -> None:
-        for part in self._parts(plane, len(slots)):
-            buffer = self._next()
+        for part in _parts(plane, len(slots), self._loads.nbytes):
+            buffer = self._loads.next()
             rows = buffer.memory[: (part.stop - part.start) * plane.nbytes].view(-1, plane.nbytes)
             Route(offsets[part], np.arange(part.stop - part.start)).load(data, plane.object_offset, rows.numpy())
             index = torch.from_numpy(slots[part]).to(self._runtime.device)
             plane.pages.index_copy_(0, index, rows.to(self._runtime.device, non_blocking=True))
             buffer.mark = self._runtime.mark()
 
-    def _parts(self, plane: Plane, pages: int) -> list[slice]:
-        step = max(1, len(self._buffers[0].memory) // plane.nbytes)
-        return [slice(at, min(at + step, pages)) for at in range(0, pages, step)]
-
-    def _next(self) -> Any:
-        """The buffer that was used longer ago, when the device is through with it."""
-        self._turn ^= 1
-        buffer = self._buffers[self._turn]
-        if buffer.mark is not None:
-            wait_mark(buffer.mark)
-            buffer.mark = None
-        return buffer
-
     def _planes(self, layer: int) -> list[Plane]:
         return [plane for plane in self.tensors.planes if plane.layer == layer]
+
+
+def _parts(plane: Plane, pages: int, nbytes: int) -> list[slice]:
+    step = max(1, nbytes // plane.nbytes)
+    return [slice(at, min(at + step, pages)) for at in range(0, pages, step)]

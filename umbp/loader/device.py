@@ -25,7 +25,6 @@ from umbp.loader.tensors import KvTensors, Plane
 from umbp.types import I64, U8
 
 log = logging.getLogger("umbp.loader.device")
-GROUPINGS_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +62,17 @@ class DeviceMover:
             self.layer_bytes[plane.layer] += plane.nbytes
         self.segment = Segment(runtime)
         self.stream = runtime.stream()
+        # Offloads run in a thread of their own, and so hold the registration for themselves: a load that moves on to the memory of a new
+        # pool does not take the former's away under a kernel that still stores there.
+        self._saved_to = Segment(runtime)
         self._saves = runtime.stream()
         self._layers = np.array([plane.layer for plane in tensors.planes])
         self._offsets = np.array([plane.object_offset for plane in tensors.planes], np.int64)
         self._sizes = np.array([plane.nbytes for plane in tensors.planes], np.int64)
         self.strides = np.array([plane.pages.stride(0) for plane in tensors.planes], np.int64)
         self.addresses = np.array([plane.pages.data_ptr() for plane in tensors.planes], np.int64)
-        self._tables: dict[tuple[int, int], LayerGroup] = {}
-        self._bounce: Bounce | None = None
+        self._tables: dict[tuple[int, int], LayerGroup] = {}  # by range of layers, which are few
+        self.bounce = Bounce(tensors, runtime)  # the way without kernels; takes memory when it is first used
         self.table(0, tensors.layers)  # InvalidRequest now, not in a load, for tensors that kernels cannot move
 
     def __repr__(self) -> str:
@@ -85,8 +87,6 @@ class DeviceMover:
         """These layers of this rank alone, on the device."""
         made = self._tables.get((first, last))
         if made is None:
-            while len(self._tables) >= GROUPINGS_MAX * self.tensors.layers:
-                del self._tables[next(iter(self._tables))]
             part = self.planes(first, last)
             bases = part.base[None, :]
             with self.runtime.use():
@@ -124,7 +124,7 @@ class DeviceMover:
     def save(self, data: U8, offsets: I64, slots: I64) -> None:
         """See `Mover.save`."""
         try:
-            alias = self.segment.alias(data)
+            alias = self._saved_to.alias(data)
         except Fault:
             self.bounce.save(data, offsets, slots)
             return
@@ -136,13 +136,7 @@ class DeviceMover:
     def close(self) -> None:
         """See `Mover.close`."""
         self.segment.close()
-
-    @property
-    def bounce(self) -> Bounce:
-        """The way without kernels, made when it is first needed."""
-        if self._bounce is None:
-            self._bounce = Bounce(self.tensors, self.runtime)
-        return self._bounce
+        self._saved_to.close()
 
 
 def fits(tensors: KvTensors) -> str:

@@ -256,7 +256,8 @@ class Rank:
                 size = max(smallest, size // 2)
 
     def _refuse(self, reason: str) -> Alone:
-        log.warning("rank %d of group %r loads alone for %g s: %s", self.group.rank, self.group.name, RETRY_SECONDS, reason)
+        if reason != self._refused:  # what does not change is said once
+            log.warning("rank %d of group %r loads alone for %g s: %s", self.group.rank, self.group.name, RETRY_SECONDS, reason)
         self._refused, self._retry_at = reason, time.monotonic() + RETRY_SECONDS
         self._leave_group()
         return Alone(reason)
