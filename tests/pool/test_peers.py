@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import umbp
 from tests.field.people import eventually, keys_of, open_namespace, values_of
 from tests.master.test_bad_days import Wire
+from tests.masters import call
 from tests.pools import PoolProcess
 from tests.signpost import Signpost
 from umbp import ReadStatus, Tier, WriteStatus
@@ -166,10 +168,21 @@ def test_a_prefetch_brings_pages_of_another_node(nodes: tuple[Node, Node], maste
     a, b = nodes
     a.store(*range(12))
     master.add(a.pool, a.space, keys_of(*range(12)))
-    b.space.prefetch(keys_of(*range(12)), request_id="soon")
+    b.space.prefetch(keys_of(*range(6)), request_id="soon")
+    digest, keys = b.space.identity.digest().hex(), [key.tobytes().hex() for key in keys_of(*range(6, 12))]
+    made = call(b.pool.http + "/v1/prefetch", {"namespace": digest, "keys": keys, "request_id": "a router's"})
+    assert made["pages"] == 6
     eventually(lambda: b.space.prefetch_status("soon").over, "it is over")
+    eventually(lambda: b.space.prefetch_status("a router's").over, "so is the one that was asked for by REST")
     assert b.space.prefetch_status("soon").there.all()
+    assert call(b.pool.http + f"/v1/prefetch/{digest}/a%20router's") == {
+        "request_id": "a router's", "state": "ready", "pages": 6, "there": 6, "left": 0, "status": ["hit"] * 6
+    }  # fmt: skip
     assert b.get(*range(12), deadline=0).all(HIT)
+    with pytest.raises(urllib.error.HTTPError, match="409"):
+        call(b.pool.http + "/v1/prefetch", {"namespace": digest, "keys": keys[:1], "request_id": "a router's"})
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        call(b.pool.http + f"/v1/prefetch/{digest}/nobody")
 
 
 def test_pages_that_moved_go_first_where_they_came_from(nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost) -> None:

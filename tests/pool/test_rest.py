@@ -392,7 +392,7 @@ async def test_every_endpoint_under_v1_needs_the_token_and_none_changes_a_thing_
     row = node.namespace()
     node.put(row, 1, 2)
     before = node.digest()
-    good = {"namespace": "0", "key": K1, "node": "default", "pin": "1", "kind": "eviction", "engine": "e"}
+    good = {"namespace": "0", "key": K1, "node": "default", "pin": "1", "kind": "eviction", "engine": "e", "request_id": "r"}
     async with node.client() as client, node.unix_client(tmp_path) as local:
         for endpoint in endpoints(node):
             path, body = endpoint.path.format(**good), examples_of(endpoint.body)

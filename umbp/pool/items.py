@@ -8,12 +8,13 @@ from typing import Literal
 import numpy as np
 
 from umbp.admin.api import Document
+from umbp.core.fetches import Ticket
 from umbp.core.leases import Pin
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.pool.node import Node, SessionFacts
 from umbp.store.index import W_SUM, W_VERSION, key_words, place_word
-from umbp.types import I64, U64
+from umbp.types import I64, PENDING, U64, ReadStatus
 
 # -- keys --------------------------------------------------------------------------------------------------------------------------
 
@@ -195,4 +196,27 @@ def session_document(node: Node, facts: SessionFacts) -> SessionDocument:
         age_seconds=max(0.0, node.now() - facts.opened),
         leases=len(pool.leases.by_session.get(facts.session, ())),
         reservations=len(pool.writes.by_session.get(facts.session, ())),
+    )
+
+
+class PrefetchDocument(Document, frozen=True):
+    """What has become of a prefetch by now: pages in DRAM, pages on their way, and what each page is (hit, miss, busy, failed, pending)."""
+
+    request_id: str
+    state: str
+    pages: int
+    there: int
+    left: int
+    status: list[str]
+
+
+def prefetch_document(ticket: Ticket) -> PrefetchDocument:
+    names = {status.value: status.name.lower() for status in ReadStatus} | {PENDING: "pending"}
+    return PrefetchDocument(
+        request_id=ticket.request,
+        state=ticket.state.name.lower(),
+        pages=len(ticket.keys),
+        there=int((ticket.status == ReadStatus.HIT).sum()),
+        left=ticket.left,
+        status=[names[code] for code in ticket.status.tolist()],
     )

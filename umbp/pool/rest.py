@@ -30,6 +30,7 @@ from umbp.pool import items
 from umbp.pool.node import Node, SessionFacts
 from umbp.store.index import place_word
 from umbp.types import I64
+from umbp.wire import FETCH_SECONDS_MAX, TEXT_CHARS_MAX
 
 __all__ = ["Node", "SessionFacts", "make_app"]
 
@@ -122,6 +123,23 @@ class NewPin(Body, frozen=True):
     keys: Annotated[list[Key], Meta(min_length=1, max_length=PIN_KEYS_MAX, examples=[[EXAMPLE_KEY]])]
     seconds: Seconds = 0.0
     note: Annotated[str, Meta(max_length=256, examples=["the system prompt"])] = ""
+
+
+class NewPrefetch(Body, frozen=True):
+    """Pages to have in DRAM soon, root first. The same ``request_id`` with the same values is the same prefetch."""
+
+    namespace: NamespaceName
+    keys: Annotated[list[Key], Meta(min_length=1, max_length=PIN_KEYS_MAX, examples=[[EXAMPLE_KEY]])]
+    request_id: Annotated[str, Meta(min_length=1, max_length=TEXT_CHARS_MAX, examples=["chat-17.4"])]
+    seconds: Annotated[float, Meta(gt=0, le=FETCH_SECONDS_MAX, examples=[20])] = 20.0
+    hold: Annotated[float, Meta(ge=0, le=FETCH_SECONDS_MAX, examples=[5])] = 0.0
+
+
+class OfPrefetch(Params, frozen=True):
+    """One prefetch."""
+
+    namespace: NamespaceText
+    request_id: Annotated[str, Meta(min_length=1, max_length=TEXT_CHARS_MAX, examples=["chat-17.4"])]
 
 
 class Choice(Body, frozen=True):
@@ -342,6 +360,23 @@ class Handlers:
 
     # -- policies
 
+    # -- pages from elsewhere
+
+    async def prefetch(self, params: Nothing, body: NewPrefetch) -> items.PrefetchDocument:
+        node = self.node
+        account = _namespace(node.pool, body.namespace).account
+        keys = np.frombuffer(bytes.fromhex("".join(body.keys)), np.uint8).reshape(-1, 32)
+        ticket = node.fetching.prefetch(
+            node.now(), account.row, account.number, keys, request=body.request_id, seconds=body.seconds, hold=body.hold
+        )
+        return items.prefetch_document(ticket)
+
+    async def prefetched(self, params: OfPrefetch, body: Nothing) -> items.PrefetchDocument:
+        row = _namespace(self.node.pool, params.namespace).account.row
+        return items.prefetch_document(self.node.fetching.fetches.prefetched(row, params.request_id))
+
+    # -- policies
+
     async def policies(self, params: Nothing, body: Nothing) -> doc.Policies:
         pool = self.node.pool
         own = [doc.policy_document(pool, kind) for kind in (EVICTION, ADMISSION)]
@@ -386,6 +421,8 @@ def endpoints(node: Node) -> list[Endpoint]:
         Endpoint("GET", "/v1/pins", "Pins", do.pins, items.Pins, Listing),
         Endpoint("POST", "/v1/pins", "Protect keys from eviction", do.pin, items.Pinned, body=NewPin),
         Endpoint("DELETE", "/v1/pins/{pin}", "Take a pin back", do.unpin, items.PinDocument, OfPin),
+        Endpoint("POST", "/v1/prefetch", "Have pages in DRAM soon", do.prefetch, items.PrefetchDocument, body=NewPrefetch),
+        Endpoint("GET", "/v1/prefetch/{namespace}/{request_id}", "A prefetch", do.prefetched, items.PrefetchDocument, OfPrefetch),
         Endpoint("GET", "/v1/policies", "Policies, current and available", do.policies, doc.Policies),
         Endpoint("PUT", "/v1/policies/{kind}", "Choose a policy", do.choose_policy, PolicyDocument, OfPolicy, Choice),
         *node.cluster.endpoints(),
