@@ -14,6 +14,7 @@ import pytest
 
 from tests.store.disks import Fallible
 from umbp.config import PoolConfig, SsdFolder
+from umbp.core.objects import LIVE
 from umbp.core.pool import Limits, Pool
 from umbp.layout import Layout, Namespace
 from umbp.pool.sources import Space
@@ -84,7 +85,9 @@ class Node:
         async with asyncio.timeout(seconds):
             while not condition():  # type: ignore[operator]
                 self.side.tick(self.now())
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0)
+                held = self.pool.objects.leases > 0
+                assert (self.pool.objects.state[held] == LIVE).all(), "pages are held that are no more"
 
 
 @contextlib.asynccontextmanager
@@ -123,6 +126,21 @@ async def test_a_disk_that_hangs_delays_no_put_and_holds_little_memory(tmp_path:
         assert made.side.warnings == []
         assert objects.leased_bytes == 0
         made.side.tier.check()
+        made.pool.check()
+
+
+async def test_pages_that_go_while_they_wait_for_their_turn_are_not_held(tmp_path: Path) -> None:
+    async with node(tmp_path) as made:
+        end = made.system.stalls["sync"] = threading.Event()
+        for start in range(0, 200, 20):
+            made.put(*range(start, start + 20))
+            await asyncio.sleep(0.005)
+        made.ahead += 2.0  # nothing was acknowledged just now
+        assert len(made.pool.evict(made.now(), CAPACITY, dry_run=False)) > 100
+        end.set()
+        await made.until(lambda: made.side.queue.count == 0 and made.pool.objects.leased_bytes == 0)
+        assert made.put(*range(1000, 1020)) == [WriteStatus.STORED] * 20
+        await made.until(lambda: made.on_ssd(*range(1000, 1020)) == 20)
         made.pool.check()
 
 

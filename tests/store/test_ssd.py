@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -293,14 +294,17 @@ def test_cleaning_keeps_to_the_cap_of_the_day(tmp_path: Path) -> None:
 
 
 def test_a_reader_keeps_its_file_from_being_used_again(tmp_path: Path) -> None:
-    tier = make_tier(tmp_path, size=8 * MIB)
+    system = Fallible()
+    tier = make_tier(tmp_path, size=8 * MIB, system=system)
     put(tier, *range(14))
+    end = system.stalls["read"] = threading.Event()
     out = [memoryview(bytearray(SIZE)) for _ in range(14)]
     reading = tier.read_steps(0.0, PLACE, keys_of(*range(14)), out, straight=False)
     waiting = next(reading)  # its files are held from here on
-    for start in range(100, 400, 20):
-        put(tier, *range(start, start + 20), now=float(start))
-    assert held(tier, 0) == []
+    for start in range(100, 400, 20):  # four times what the folder holds
+        put(tier, *range(start, start + 20), now=start / 1000)
+    assert not tier.find(PLACE, keys_of(*range(14))).any()
+    end.set()
     wait(waiting)
     assert (finish(reading) == HIT).all()
     assert all(bytes(out[key]) == body(key).tobytes() for key in range(14))

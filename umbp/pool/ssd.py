@@ -49,7 +49,7 @@ from umbp.store.ssd_upkeep import opened_steps, watch_steps
 from umbp.types import I64, U8, U64, Mask, Tier, WriteStatus
 
 log = logging.getLogger("umbp.pool.ssd")
-ENTRY_FOR_BYTES = 128 << 10  # automatic limit of keys: one for this many bytes of SSD,
+ENTRY_FOR_BYTES = 64 << 10  # automatic limit of keys: one for this many bytes of SSD,
 ENTRIES_MIN, ENTRIES_MAX = 4096, 4 << 20  # within these: 4 M take 0.4 GiB of shared memory
 QUEUE_PAGES_MAX = 1 << 16
 BATCH_BYTES_MAX = 32 << 20  # held in DRAM while it is written: 20 ms of a fast disk
@@ -226,8 +226,13 @@ class SsdSide:
             while True:
                 await self._more.wait()
                 self._more.clear()
-                while len(ids := self._next()):
+                while True:
                     await self._slots.acquire()
+                    ids = self._next()
+                    if not len(ids):
+                        self._slots.release()
+                        break
+                    self.pool.objects.lease(ids)  # in the step in which they were seen to be there
                     tasks.create_task(self._write(ids))
 
     def close(self) -> None:
@@ -314,10 +319,9 @@ class SsdSide:
         return self.queue.take(self._batch_bytes, BATCH_PAGES_MAX)
 
     async def _write(self, ids: I64) -> None:
-        """Write one batch; its pages are held meanwhile."""
+        """Write one batch of pages that are held, and let go of them."""
         objects, entries = self.pool.objects, self.pool.table.entries
         versions = self.pool.table.versions_of(ids)
-        objects.lease(ids)
         try:
             offsets, size = objects.offset[ids], int(objects.size[ids[0]])
             place = np.uint64(entries[ids[0], W_PLACE])
