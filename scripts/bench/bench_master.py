@@ -95,8 +95,8 @@ class Node:
         joined = call.json("/v1/members", say.Join(node=self.name, boot=number + 1, place=self.name, addresses={}, tiers=tiers))
         self.registration, self.bundle, self.tiers = joined["registration"], 0, tiers
 
-    def beat(self) -> None:
-        self.call.json(f"/v1/members/{self.name}/heartbeat", say.Heartbeat(registration=self.registration, tiers=self.tiers))
+    def beat(self, call: Call) -> None:
+        call.json(f"/v1/members/{self.name}/heartbeat", say.Heartbeat(registration=self.registration, tiers=self.tiers))
 
     def sweep(self, words: np.ndarray, number: int = 1) -> None:
         count = len(words)
@@ -126,22 +126,19 @@ class Node:
 
 def be_pools(host: str, port: int, nodes: int, keys: int) -> None:
     """Join, send everything, then do what is read from standard input, a line each; answers are lines too."""
-    call, beats = Call(host, port), Call(host, port)
-    members = [Node(call, number) for number in range(nodes)]
-    for member in members:
-        member.sweep(node_keys(member.number, keys // nodes))
-    print("ready", flush=True)
+    call, beats, members = Call(host, port), Call(host, port), list[Node]()
 
     def beat() -> None:
         while True:
-            for member in [*members]:
-                member.call = beats
-                member.beat()
-                member.call = call
+            for member in list(members):
+                member.beat(beats)
             time.sleep(0.5)
 
-    if nodes:
-        threading.Thread(target=beat, daemon=True).start()
+    threading.Thread(target=beat, daemon=True).start()
+    for number in range(nodes):
+        members.append(Node(call, number))
+        members[-1].sweep(node_keys(number, keys // nodes))
+    print("ready", flush=True)
     for line in sys.stdin:
         verb, _, rest = line.partition(" ")
         began = time.monotonic()
@@ -310,6 +307,25 @@ def behind_redis(seconds: float) -> None:
             pools.end()
 
 
+def visibility(master: MasterProcess, rounds: int = 60) -> None:
+    """From the return of a put at a real pool to the master's answer that names it, asked again and again."""
+    call = Call("127.0.0.1", int(master.http.rpartition(":")[2]))
+    with harness.pool("--master", master.http, dram="64MiB") as (pool, client):
+        space = harness.namespace(client, 4096, "visible")
+        digest = space.identity.digest().hex()
+        times = []
+        for key in harness.random_keys(rounds, 9).reshape(rounds, 1, 32):
+            space.put(key, [bytes(4096)])
+            began = time.perf_counter()
+            frame = encode(say.LocateRequest(namespace=digest, n=1), key)
+            while call("/v1/locate", frame)[-2] == 0:
+                time.sleep(0.001)
+            times.append(time.perf_counter() - began)
+        assert pool.alive
+    met = bool(np.percentile(times, 99) < 50e-3)
+    row("from a commit to the master's answer", times, target="p99 < 50 ms", met=met)
+
+
 def measure(arguments: argparse.Namespace, master: MasterProcess, pools: Pools, empty: int) -> None:
     host, port = "127.0.0.1", int(master.http.rpartition(":")[2])
     call, seconds, nodes, keys = Call(host, port), arguments.seconds, arguments.nodes, arguments.keys
@@ -342,6 +358,7 @@ def measure(arguments: argparse.Namespace, master: MasterProcess, pools: Pools, 
     times = clock(frames(locate_frame), lambda frame: call("/v1/locate", frame), seconds)
     row("locate", times, master_cpu_ms=round(clock.cpu_ms, 2), target="p50 < 2 ms", met=bool(np.percentile(times, 50) < 2e-3))
     single(call, clock, source, "route of one key")
+    visibility(master)
     pools.tell(f"churn {seconds}")
     times = clock(frames(route_frame), plan, seconds)
     rate = float(pools.read())
