@@ -285,7 +285,7 @@ def test_a_frozen_peer_costs_its_pages_and_the_deadline_holds(
         assert statuses[:20].all(HIT)
         assert statuses[20:40].all(FAILED, BUSY, MISS)
         assert statuses[40:].all(HIT)
-        assert max(waits) < 0.5
+        assert max(waits) < 0.9  # nobody waits until the deadline of those pages
     finally:
         c.pool.signal(signal.SIGCONT)
     eventually(lambda: b.get(*range(20, 40)).all(HIT), "it is asked again when it is well")
