@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.pool_host import base
 from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_indexer_pool_decl
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
@@ -28,7 +29,9 @@ PAGES = 16
 
 
 @pytest.fixture(autouse=True)
-def _configured() -> Iterator[None]:
+def _configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """SGLang keeps 10 GB of a machine free, which one that tests may not have."""
+    monkeypatch.setattr(base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0)
     with configured():
         yield
 
