@@ -21,7 +21,7 @@ from urllib.parse import quote, urlencode
 import msgspec
 from aiohttp import web
 
-from umbp.admin.api import Endpoint, Raw, Reply
+from umbp.admin.api import Endpoint, Nothing, Raw, Reply
 from umbp.config import PoolConfig
 from umbp.core.master import Master
 from umbp.core.objects import LIVE
@@ -172,7 +172,7 @@ class ClusterSide:
     async def policies(self) -> list[PolicyDocument]:
         """The master's kinds; none where it does not answer."""
         if self._service is not None:
-            return (await Handlers(self).policies(None, None)).policies  # type: ignore[arg-type]
+            return (await Handlers(self).policies(Nothing(), Nothing())).policies
         with suppress(Unavailable):
             _, _, content = await self._remote().forward("GET", "/v1/policies", b"", FORWARD_SECONDS_MAX)
             with suppress(msgspec.MsgspecError):

@@ -30,6 +30,8 @@ def _counter(name: str, about: str, *labels: str) -> Definition:
 
 READY = _gauge("umbp_ready", "1 while requests are served, else 0.")
 INFO = _gauge("umbp_pool_info", "Always 1; the labels say what runs.", "name", "boot", "eviction", "admission")
+MEMBER = _gauge("umbp_member", "1 while a master knows this pool, its own embedded one included.")
+REPORTED = _counter("umbp_reported_total", "What was told to masters (bundles, resyncs, joins), and keys of their advice.", "what")
 UPTIME = _gauge("umbp_uptime_seconds", "Since this process started.")
 CAPACITY = _gauge("umbp_capacity_bytes", "Bytes of the tier that objects can take.", "tier")
 USED = _gauge("umbp_used_bytes", "Bytes of objects, those being written included.", "tier")
@@ -100,6 +102,10 @@ def readings(node: Node) -> Iterator[Reading]:
     except Unavailable:
         return
     yield Reading(INFO, 1, (node.name, str(node.boot), pool.eviction, pool.admission_name))
+    reporter = node.cluster.reporter
+    yield Reading(MEMBER, float(reporter.registration > 0))
+    for what, count in reporter.counts.items():
+        yield Reading(REPORTED, count, (what,))
     yield Reading(SESSIONS, len(node.sessions()))
     yield from _gauges(pool)
     yield from _counters(pool)

@@ -155,9 +155,7 @@ class Reporter:
             except UmbpError as error:
                 self._say(str(error))
                 self._at = (self._at + 1) % len(self._ports)
-                wait = 0.0 if self._at and len(self._ports) > 1 else min(RETRY_SECONDS, self.heartbeat_seconds)
-                if self._at:
-                    began = 0.0
+                wait = 0.0 if self._at else min(RETRY_SECONDS, self.heartbeat_seconds)  # once round, then a pause
             self._join_now.clear()
             left = began + wait - time.monotonic()
             if left > 0:
