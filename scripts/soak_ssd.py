@@ -88,10 +88,10 @@ def client(told: Connection, socket: str, count: int, seed: int, seconds: float)
     told.send(tally)
 
 
-def footprint(pid: int) -> tuple[int, int]:
-    """Descriptors, and bytes of memory of its own, of a process."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    return len(os.listdir(f"/proc/{pid}/fd")), int(text.split("RssAnon:")[1].split()[0]) << 10
+def footprint(pid: int, folder: Path) -> tuple[int, int]:
+    """Descriptors, but for the one that it has for each file of the tier, and bytes of memory of its own, of the pool."""
+    text, files = Path(f"/proc/{pid}/status").read_text(), len(list(folder.rglob("segment-*")))
+    return len(os.listdir(f"/proc/{pid}/fd")) - files, int(text.split("RssAnon:")[1].split()[0]) << 10
 
 
 def soak(arguments: argparse.Namespace, folder: Path) -> bool:
@@ -121,7 +121,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> bool:
         while time.monotonic() < began + arguments.seconds:
             time.sleep(LOOK_SECONDS)
             passed = time.monotonic() - began
-            mark = footprint(pool.pid)
+            mark = footprint(pool.pid, folder)
             files = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
             print(f"{passed:6.0f} s  {mark[0]} descriptors, {format_size(mark[1])} of memory, {format_size(files)} of files", flush=True)
             if files > limit:
@@ -134,7 +134,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> bool:
                 pool.kill()
                 pool.start()
         print(status_line(pool))
-        mark = footprint(pool.pid)
+        mark = footprint(pool.pid, folder)
         tallies: list[Any] = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join(30.0)

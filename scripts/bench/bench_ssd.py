@@ -3,9 +3,9 @@
     python scripts/bench/bench_ssd.py [--folder DIR] [--repeats 5] [--only tier,start,pool]
 
 ``tier``: batches of 64 x 1 MiB, 16 x 4 MiB and 1,024 x 64 KiB (stored together) are read and written by `SsdTier`, checksums verified and
-made, every write synced. The floor is a raw loop in the same run, taking turns, on a file of its own: the same bytes with O_DIRECT from
-four threads in blocks of 4 MiB, the best that this loop does on most disks, with one fdatasync a batch for writes; ``same_gbps`` is that
-loop with blocks of the object's size.
+made, every write synced. The floor is a raw loop in the same run, taking turns, on a file of its own, whose space has been written before as
+that of the tier has: the same bytes with O_DIRECT from four threads in blocks of 4 MiB, the best that this loop does on most disks, with
+one fdatasync a batch for writes; ``same_gbps`` is that loop with blocks of the object's size.
 ``start``: a million pages (4 KiB each) are listed again by a start, in seconds; also after a kill.
 ``pool``: `get` of one page from DRAM (the p99 of a call) while another process reads pages from SSD as fast as it can and writes new ones,
 against the same idle; and `get` of pages that are on SSD alone, by a client.
@@ -110,11 +110,14 @@ class Raw:
 
 
 def tier_rows(folder: Path, repeats: int) -> None:
-    size = 8 * BATCHES * BATCH_BYTES
+    size = 4 * BATCHES * BATCH_BYTES
     raw = Raw(folder / "raw", BATCHES * BATCH_BYTES)
     tier = open_tier(folder / "tier", size, 1 << 17, SEGMENT_BYTES)
     memory = np.frombuffer(aligned(BATCH_BYTES), np.uint8)
     memory[:] = np.random.default_rng(1).integers(0, 256, BATCH_BYTES, dtype=np.uint8)
+    for at in range(size // BATCH_BYTES):  # so that all its files have been in use, as those of the floor
+        keys = harness.random_keys(BATCH_BYTES >> 20, at)
+        assert (tier.write(0.0, place_word(9, 1 << 20), keys, memory.reshape(-1, 1 << 20)) == WriteStatus.STORED).all()
     for number, (page, target) in enumerate(SHAPES, start=1):
         count, place = BATCH_BYTES // page, place_word(number, page)
         rows = memory.reshape(count, page)
