@@ -3,8 +3,8 @@
     python scripts/bench/bench_ssd.py [--folder DIR] [--repeats 5] [--only tier,start,pool]
 
 ``tier``: batches of 64 x 1 MiB, 16 x 4 MiB and 1,024 x 64 KiB (stored together) are read and written by `SsdTier`, checksums verified and
-made, every write synced. The floor is a raw loop in the same run, taking turns, on a file of its own, whose space has been written before as
-that of the tier has: the same bytes with O_DIRECT from four threads in blocks of 4 MiB, the best that this loop does on most disks, with
+made, every write synced. The floor is a raw loop in the same run, taking turns, on a file of its own, whose space has been written before
+as that of the tier has: the same bytes with O_DIRECT from four threads in blocks of 4 MiB, the best that this loop does on most disks, with
 one fdatasync a batch for writes; ``same_gbps`` is that loop with blocks of the object's size.
 ``start``: a million pages (4 KiB each) are listed again by a start, in seconds; also after a kill.
 ``pool``: `get` of one page from DRAM (the p99 of a call) while another process reads pages from SSD as fast as it can and writes new ones,
