@@ -212,9 +212,9 @@ def test_what_was_leased_at_lookup_is_there_at_load_whatever_is_evicted(kind: st
         assert group.ask("match", pages=8) == [8, 8]
         with umbp.connect(pool.socket) as client:
             namespace = client.namespace(model="another", page_tokens=64, layout=umbp.Layout.opaque(16 << 10))
-            for start in range(0, 800, 100):
+            for start in range(0, 2000, 100):
                 namespace.put(np.random.default_rng(start).integers(0, 256, (100, 32), dtype=np.uint8), np.zeros((100, 16 << 10), np.uint8))
-            assert client.status()["counters"]["evicted_keys"] > 200
+            assert client.status()["counters"]["evicted_keys"] > 1000
         assert group.ask("match", number=2, pages=8) == [0, 0], "what nobody leased is gone"
         assert group.ask("match", pages=8) == [8, 8]
         answers = group.ask("admit", pages=8)
