@@ -212,7 +212,7 @@ def test_admission_keeps_pages_that_are_never_asked_for_again_off_the_disk(folde
             ns.put(keys_of(*range(start, start + 20)), pages_of(*range(start, start + 20)))
         wait_until(lambda: settled(pool) and status(pool)["ssd"]["not_admitted_keys"] > 0, "the tier is half full and chooses")
         before = status(pool)["ssd"]
-        assert before["used_bytes"] < 0.6 * before["capacity_bytes"]
+        assert before["used_bytes"] < 0.8 * before["capacity_bytes"]  # twice that was stored
         for _ in range(2):  # asked for again: from DRAM, and now worth writing
             ns.prefix(keys_of(*range(380, 400)))
             ns.prefix(keys_of(*range(379, 400)))

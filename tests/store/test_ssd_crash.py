@@ -17,7 +17,7 @@ from umbp.types import ReadStatus, WriteStatus
 
 SIZES = {1: 4096, 2: 10_000}
 SEGMENT = 128 << 10
-STEPS = 11
+STEPS = 9
 
 
 def body(number: int, key: int) -> np.ndarray:
