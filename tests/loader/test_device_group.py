@@ -64,6 +64,7 @@ def load_all(group: Any, wanted: dict[int, list[int]], **options: Any) -> dict[i
     answers = {rank: group.hear(rank) for rank in wanted}
     for rank, answer in answers.items():
         assert answer["wrong"] == [], f"rank {rank}: {answer}"
+        assert "internal error" not in answer["reason"], answer["reason"]
         assert answer["clean"], f"rank {rank} wrote outside of its slots"
     return answers
 

@@ -48,6 +48,7 @@ def load_all(group: Ranks, wanted: dict[int, list[int]], **options: Any) -> dict
     answers = {rank: group.hear(rank) for rank in wanted}
     for rank, answer in answers.items():
         assert answer["wrong"] == [], f"rank {rank}: {answer}"
+        assert "internal error" not in answer["reason"], answer["reason"]
         assert answer["clean"], f"rank {rank} wrote outside of its slots"
     return answers
 
@@ -253,6 +254,7 @@ class Accidents:
     def judge(self, rank: int, answer: Any, deadline: float, story: str, is_victim: bool) -> None:
         where = f"{story}: rank {rank}: {answer}"
         assert answer["wrong"] == [], where
+        assert "internal error" not in answer["reason"], where
         assert answer["clean"], where
         assert answer["seconds"] < deadline + self.slack, where
         if deadline > 5 and not is_victim:

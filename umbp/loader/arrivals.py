@@ -46,7 +46,7 @@ class Arrivals:
 
     def account(self, turns: list[I64], taken: Taken) -> tuple[int, ...]:
         """When all is done: count what came from whom; the seats that were lost. ``turns``: bytes of each owner's part in each turn."""
-        moved = np.array(turns, np.int64).reshape(-1, len(self.parts.owners))
+        moved = np.array(turns, np.int64).reshape(len(turns), len(self.parts.owners))
         status = self.status[: len(moved)].cpu().numpy().astype(bool)
         other = np.array(self.parts.owners, np.int64) != self.me
         taken.fallback += int(moved[status].sum())
