@@ -39,7 +39,8 @@ from umbp.pool.masters import Port
 from umbp.types import I64, U8, U64, Mask, Tier
 
 log = logging.getLogger("umbp.pool.reporting")
-GATHER_SECONDS = 0.01  # after the first change: a hundred bundles a second at most, and well below the 50 ms that are promised
+# After the first change: until there was none for a moment, so that a writer has the pool for itself, and well below the promised 50 ms.
+GATHER_SECONDS, GATHER_SECONDS_MAX = 0.005, 0.02
 RETRY_SECONDS = 0.5
 TELL_SECONDS_MAX = 3.0
 MEASURED_MAX = 256
@@ -227,7 +228,7 @@ class Reporter:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            await asyncio.sleep(GATHER_SECONDS)
+            await self._gather()
             registration = self.registration
             if not registration:
                 continue  # `_join` wakes us
@@ -247,6 +248,12 @@ class Reporter:
                 self._resync = True
                 await asyncio.sleep(min(RETRY_SECONDS, self.heartbeat_seconds))
                 self._wake.set()
+
+    async def _gather(self) -> None:
+        began, before = time.monotonic(), -1
+        while (keys := self.pool.objects.outbox.keys) != before and time.monotonic() - began < GATHER_SECONDS_MAX:
+            before = keys
+            await asyncio.sleep(GATHER_SECONDS)
 
     async def _tell_changes(self, registration: int) -> None:
         """One bundle, or a few where there are very many namespaces."""
