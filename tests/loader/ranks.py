@@ -272,6 +272,11 @@ class Ranks:
     def hear(self, rank: int, seconds: float = 60.0) -> Any:
         return self.children[rank].hear(seconds)
 
+    def answered(self, rank: int, seconds: float) -> bool:
+        """Whether it says something within this time; it is heard afterwards."""
+        child = self.children[rank]
+        return bool(select.select([child._out if isinstance(child, Spawned) else child._read], [], [], seconds)[0])
+
     def ask(self, rank: int, do: str, **what: Any) -> Any:
         self.tell(rank, do, **what)
         return self.hear(rank)

@@ -23,6 +23,7 @@ from umbp.loader.exchange import Exchange
 NUMBERS = list(range(40))
 # Nobody is given up on a machine that is busy with other things: what is read twice would be that machine's fault.
 PATIENT = {"meet_seconds": 1.0, "patience_seconds": 20.0, "staging_bytes": 1 << 20}
+HEAR_SECONDS = 60.0
 SLACK_SECONDS = 3.0  # of a busy machine, on top of a deadline
 
 
@@ -267,7 +268,10 @@ class Accidents:
             # Where the point was not reached its load has ended and it is not stopped.
             if self.group.stopped(victim):
                 time.sleep(self.random.choice((0.0, 0.0, 0.05, deadline if deadline < 5 else 0.0)))
-            child.signal(signal.SIGCONT)
+            # One that is slow may come to its point only now, and stop after it was told to go on: it is told until it answers.
+            until = time.monotonic() + HEAR_SECONDS
+            while not self.group.answered(victim, 0.1) and time.monotonic() < until:
+                child.signal(signal.SIGCONT)
             self.judge(victim, self.group.hear(victim), 60.0 if deadline > 5 else deadline + 30.0, story, True)
         elif what == "kill":
             self.group.start(victim)
