@@ -11,8 +11,7 @@ connections are kept. The pages of a ``how`` other than "http" travel otherwise:
 
 A connection whose first line asks for pages is taken out of the event loop and served by a thread of its own with plain blocking calls:
 `sendfile` waits in the kernel, and what a slow reader holds up is its own thread, until its order's time is over. The pool's state is
-touched in the loop alone, twice an order. (`sendfile` from the loop's own non-blocking sockets costs more than twice the processor time:
-it wakes up for each little room that there is.)
+touched in the loop alone, twice an order.
 
 Bounded: connections, seconds between and in requests, bytes of a head and an order. Who may ask: as everywhere (`umbp.admin.auth`).
 """
