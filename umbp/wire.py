@@ -391,9 +391,9 @@ class Prefetched(Message, frozen=True, tag="prefetched"):
 
 
 class Document(Message, frozen=True, tag="document"):
-    """Any JSON."""
+    """Any JSON, as text beside the header, which it might be too long for. Arrays: text u8[size]."""
 
-    value: dict[str, Any]
+    size: Annotated[int, msgspec.Meta(ge=0, le=FRAME_BYTES_MAX)]
 
 
 class Failed(Message, frozen=True, tag="error"):
@@ -485,6 +485,13 @@ class Blob:
     def keys(self, count: int) -> npt.NDArray[np.uint8]:
         """The next ``count`` page keys, (count, 32) uint8."""
         return self.take(np.uint8, count * KEY_BYTES).reshape(count, KEY_BYTES)
+
+    def document(self, size: int) -> dict[str, Any]:
+        """The text of a `Document`. ProtocolError if it is not JSON."""
+        try:
+            return msgspec.json.decode(self.take(np.uint8, size).tobytes(), type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"not a document: {error}") from None
 
     def end(self) -> None:
         """ProtocolError if something is left."""

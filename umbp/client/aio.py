@@ -145,9 +145,8 @@ class AsyncPool:
 
     async def status(self) -> dict[str, Any]:
         """What the pool says of itself (``GET /v1/status``)."""
-        reply, _ = await self.call(Call(wire.GetStatus()))
-        value: dict[str, Any] = reply.value
-        return value
+        reply, blob = await self.call(Call(wire.GetStatus()))
+        return blob.document(reply.size)
 
     def statistics(self) -> ClientStatistics:
         """Counts of this client."""

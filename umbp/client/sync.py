@@ -179,9 +179,8 @@ class Pool:
 
     def status(self) -> dict[str, Any]:
         """What the pool says of itself (``GET /v1/status``)."""
-        reply, _ = self.call(Call(wire.GetStatus()))
-        value: dict[str, Any] = reply.value
-        return value
+        reply, blob = self.call(Call(wire.GetStatus()))
+        return blob.document(reply.size)
 
     def statistics(self) -> ClientStatistics:
         """Counts of this client."""

@@ -17,8 +17,7 @@ from umbp.pool.node import Node, State
 from umbp.pool.ssd import SsdSide
 from umbp.store.ssd_drive import Drive
 
-# The largest ones; /v1/namespaces has them all. A session is sent the status as one header of 64 KiB, and one of these takes up to 2.5 KiB.
-STATUS_NAMESPACES_MAX = 20
+STATUS_NAMESPACES_MAX = 100  # the largest ones; /v1/namespaces has them all
 SHORT_DIGEST_CHARS = 12
 
 

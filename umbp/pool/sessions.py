@@ -19,6 +19,7 @@ import struct
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from umbp import wire
@@ -387,7 +388,8 @@ class Session(asyncio.Protocol):
 
     def status(self, message: wire.GetStatus, blob: wire.Blob, now: float) -> bytes:
         blob.end()
-        return wire.encode(wire.Document(self.server.status_document()))
+        text = np.frombuffer(msgspec.json.encode(self.server.status_document()), np.uint8)
+        return wire.encode(wire.Document(len(text)), text)
 
     def bye(self, message: wire.Bye, blob: wire.Blob, now: float) -> bytes:
         blob.end()
