@@ -53,6 +53,9 @@ class Rows:
             for at, row in enumerate(rows.tolist()):
                 copy(slice(at, at + 1), self._list[row].reshape(1, -1))
             return
+        if self._order is None and len(rows) == len(self._matrix):  # all, since they ascend
+            copy(slice(0, len(rows)), self._matrix)
+            return
         cuts = [0, *(np.flatnonzero(rows[1:] - rows[:-1] != 1) + 1).tolist(), len(rows)]
         for low, high in pairwise(cuts):
             if high > low:

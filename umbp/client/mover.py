@@ -116,10 +116,13 @@ def scatter(data: U8, offsets: I64, values: U8) -> None:
 
 def _split(move: Any, data: U8, offsets: I64, rows: U8) -> None:
     global _helpers
+    n, size = rows.shape
+    if n > 1 and rows.flags.c_contiguous and (offsets[1:] - offsets[:-1] == size).all():
+        offsets, rows = offsets[:1], rows.reshape(1, -1)  # adjacent on both sides: one page n times as large
+        n, size = rows.shape
     if rows.nbytes < SPLIT_BYTES or _threads == 1:
         move(data, offsets, rows)
         return
-    n, size = rows.shape
     parts = max(1, min(PIECES_MAX, rows.nbytes // PIECE_BYTES_MIN))
     if n >= parts:
         cuts = [n * part // parts for part in range(parts + 1)]
@@ -142,10 +145,14 @@ def _runs(offsets: I64, size: int) -> list[int]:
 
 def _gather(data: U8, offsets: I64, out: U8) -> None:
     n, size = out.shape
+    if n == 1:
+        start = int(offsets[0])
+        np.copyto(out[0], data[start : start + size])
+        return
     if n == 0:
         return
     cuts = _runs(offsets, size)
-    if len(cuts) - 1 <= RUNS_MAX and (out.flags.c_contiguous or n == 1):
+    if len(cuts) - 1 <= RUNS_MAX and out.flags.c_contiguous:
         for low, high in pairwise(cuts):
             start = int(offsets[low])
             np.copyto(out[low:high], data[start : start + (high - low) * size].reshape(high - low, size))
@@ -161,6 +168,10 @@ def _gather(data: U8, offsets: I64, out: U8) -> None:
 
 def _scatter(data: U8, offsets: I64, values: U8) -> None:
     n, size = values.shape
+    if n == 1:
+        start = int(offsets[0])
+        np.copyto(data[start : start + size], values[0])
+        return
     if n == 0:
         return
     cuts = _runs(offsets, size)
