@@ -15,7 +15,7 @@ import umbp
 from tests.field.people import eventually
 from tests.pools import PoolProcess
 from umbp.client.http import PoolHttp
-from umbp.errors import UmbpError
+from umbp.errors import InvalidRequest, UmbpError
 from umbp.integrations import kv_feed
 from umbp.integrations.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Publisher, hashes_of
 from umbp.integrations.kv_feed import Chains, Feed, Holdings, Source
@@ -254,3 +254,27 @@ def test_a_real_master_knows_where_pages_are_and_is_told_again_when_it_restarts(
         eventually(lambda: hbm_keys() == 3, "all of it is told again")
         feed.close()
         publisher.close()
+
+
+def test_tokens_that_no_key_is_made_of_are_counted_and_it_goes_on(world: World) -> None:
+    for number in (-1, 1 << 32):
+        world.publisher.publish(BlockStored([5], None, [number] * PAGE, PAGE, None, "GPU"))
+    eventually(lambda: world.feed.holdings.chains.unknown == 2, "they are counted")
+    keys = world.store(1, 2)
+    eventually(lambda: world.master.tiers["hbm"] == set(keys), "it goes on")
+
+
+def test_a_message_that_cannot_be_read_is_counted_and_it_goes_on(world: World) -> None:
+    world.publisher.publish(5)  # type: ignore[arg-type]
+    eventually(lambda: world.feed.unread == 1, "it is counted")
+    keys = world.store(1, 2)
+    eventually(lambda: world.master.tiers["hbm"] == set(keys), "it goes on")
+
+
+def test_endpoints_are_checked() -> None:
+    for source, field in (
+        (Source("banana", "e", "n", NAMESPACE), "events"),
+        (Source("tcp://127.0.0.1:5557", "e", "n", NAMESPACE, "banana"), "replay"),
+    ):
+        with pytest.raises(InvalidRequest, match=field):
+            Feed(source, "http://127.0.0.1:9")

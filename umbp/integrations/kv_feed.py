@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from umbp.client.http import PoolHttp
-from umbp.errors import UmbpError
+from umbp.errors import InvalidRequest, UmbpError
 
 log = logging.getLogger("umbp.integrations.kv_feed")
 TIERS = {None: "hbm", "GPU": "hbm", "CPU": "host", "CPU_PINNED": "host"}
@@ -54,7 +54,7 @@ class Chains:
             part = tokens[number * block_tokens : (number + 1) * block_tokens]
             key = self.known.get(block)
             if key is None and before is not None and len(part) == block_tokens > 0:
-                made = hashlib.sha256(before + np.asarray(part, "<u4").tobytes()).digest()
+                made = _key_of(before, part)
                 key = made if int.from_bytes(made[:8], "big", signed=True) == block else None
             if key is None:
                 self.unknown += 1
@@ -132,6 +132,14 @@ def _reader(event: Any) -> tuple[str, Any]:
     return str(event[0]), lambda _, index: event[index] if index < len(event) else None
 
 
+def _key_of(before: bytes, tokens: list[int]) -> bytes:
+    """The page key of these tokens; "" where one of them is no 32-bit number, as no key is made of such."""
+    try:
+        return hashlib.sha256(before + np.asarray(tokens, "<u4").tobytes()).digest()
+    except (OverflowError, TypeError, ValueError):
+        return b""
+
+
 def _numbers(values: Any) -> list[int]:
     return [value for value in values or () if isinstance(value, int)]
 
@@ -162,7 +170,7 @@ class Feed:
         self._zmq = zmq
         self.source = source
         self.holdings = Holdings()
-        self.gaps = self.posts = 0
+        self.gaps = self.posts = self.unread = 0
         self._refresh_seconds = refresh_seconds
         self._http = PoolHttp(master, token)
         self._next: int | None = None
@@ -170,13 +178,27 @@ class Feed:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, source.topic)
-        self._socket.connect(source.endpoint)
+        try:
+            self._connect(self._socket, source.endpoint, "events", "tcp://127.0.0.1:5557")
+            if source.replay is not None:
+                with self._context.socket(zmq.DEALER) as probe:
+                    self._connect(probe, source.replay, "replay", "tcp://127.0.0.1:5558")
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._thread = threading.Thread(target=self._work, name="umbp-feed", daemon=True)
         self._thread.start()
 
     def __repr__(self) -> str:
         held = {tier: len(keys) for tier, keys in self.holdings.held.items()}
-        return f"<Feed of {self.source.engine} to {self._http.address}: {held}, {self.gaps} gaps>"
+        return f"<Feed of {self.source.engine} to {self._http.address}: {held}, {self.gaps} gaps, {self.unread} unread>"
+
+    def _connect(self, socket: Any, endpoint: str, field: str, example: str) -> None:
+        """Name a socket's other end, which need not be there. InvalidRequest if no address can be such."""
+        try:
+            socket.connect(endpoint)
+        except self._zmq.ZMQError as error:
+            raise InvalidRequest(f"{endpoint!r} is no endpoint: {error}", field=field, example=example) from error
 
     def wait(self) -> None:
         """Until it is closed."""
@@ -206,9 +228,15 @@ class Feed:
                 log.warning("the master did not take the report: %s", error)
                 self.holdings.doubtful = True
                 retry_at, pause = time.monotonic() + pause, min(pause * 2, RETRY_SECONDS[1])
-            except (ValueError, TypeError, LookupError, msgspec.DecodeError) as error:
+            except (ArithmeticError, AttributeError, ValueError, TypeError, LookupError, msgspec.DecodeError) as error:
                 log.warning("a message that is no batch of events: %s", error)
+                self.unread += 1
                 self.holdings.clear()
+            except self._zmq.ZMQError as error:
+                log.warning("the engine's events could not be received: %s", error)
+                self.gaps += 1
+                self.holdings.clear()
+                self._stop.wait(RETRY_SECONDS[0])
 
     def _take(self, number_bytes: bytes, payload: bytes) -> None:
         number = int.from_bytes(number_bytes, "big")

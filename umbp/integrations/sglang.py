@@ -118,6 +118,7 @@ class LinkerStatistics:
 class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
     """One worker's link to the pool. `Settings` says what ``linker_extra_config`` may hold."""
 
+    @versions.fitting("sglang", KNOWN)
     def __init__(
         self, server_args: Any, params: Any, *, components: set[Any], extra_config: dict[str, Any] | None = None, forward_stream: Any = None
     ) -> None:
@@ -157,6 +158,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._leases = Leases(namespaces, wait_seconds=settings.protect_seconds, ahead_seconds=settings.hold_seconds)
         self._prefetches = ThreadPoolExecutor(1, thread_name_prefix="umbp-prefetch")
         self._sent_for = 0
+        self._old_pages = False  # of weights before the last reset, which could not be flushed: nothing is found
         self._asked: deque[U8] = deque(maxlen=PROMPTS_REMEMBERED_MAX)
         loaders = [shelf.loader for shelf in self.shelves]
         self._offloads = OffloadQueue(loaders, self._was_stored, self._before, f"umbp-offload-tp{place.tp_rank}")
@@ -185,7 +187,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
 
     def _lengths(self, rid: str, by_source: dict[PoolName, PoolTransfer]) -> list[int]:
         kv = by_source.get(PoolName.KV)
-        if kv is None or not kv.keys or not all(shelf.bundle.source in by_source for shelf in self.shelves):
+        if self._old_pages or kv is None or not kv.keys or not all(shelf.bundle.source in by_source for shelf in self.shelves):
             return []
         keys = keys_of(kv.keys)
         windows = {number: max(1, len(by_source[shelf.bundle.source].keys or ())) for number, shelf in self.windows.items()}
@@ -216,7 +218,8 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         for number, shelf in enumerate(self.shelves):
             part = keys[:pages]
             if first and number == 0:  # once a request its keys go to the access history
-                hits[number] = shelf.namespace.lookup(part)
+                starts = range(0, len(part), KEYS_PER_CALL_MAX)
+                hits[number] = np.concatenate([shelf.namespace.lookup(part[start : start + KEYS_PER_CALL_MAX]) for start in starts])
             else:
                 look = shelf.namespace.operations.look(part)
                 hits[number] = np.zeros(len(part), bool) if look is None else look.found.hit
@@ -260,18 +263,17 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Queue an admitted request's pages for the next start. False: none of it can be had, compute it."""
         try:
             wanted = self._wanted(transfers)
+            if not wanted.parts or rid in self._queued:
+                return False
+            self._count["loads"] += 1
+            if self._protect(rid, wanted):
+                self._queued[rid] = wanted
+                return True
+            self._leases.release(wanted.held)
         except Exception:
             log.exception("the load of %s was refused", rid)
-            return False
-        if not wanted.parts or rid in self._queued:
-            return False
-        self._count["loads"] += 1
-        if not self._protect(rid, wanted):
-            self._count["refused_loads"] += 1
-            self._leases.release(wanted.held)
-            return False
-        self._queued[rid] = wanted
-        return True
+        self._count["refused_loads"] += 1
+        return False
 
     def _wanted(self, transfers: list[PoolTransfer]) -> Wanted:
         by_source = {transfer.name: transfer for transfer in transfers if transfer.keys}
@@ -405,7 +407,22 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
     # -- the end -----------------------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Nothing is read from or written to any slot after this, and no result is left."""
+        """Nothing is read from or written to any slot after this, and no result is left. With ``flush_on_reset``, no page either.
+
+        Pages that could not be flushed are not found again by this worker, until a later reset could.
+        """
+        self._stop_all()
+        if self.settings.flush_on_reset:
+            try:
+                for shelf in self.shelves:
+                    pages = shelf.namespace.flush()
+                    log.info("%d %s pages were flushed by a reset", pages, shelf.bundle.source)
+                self._old_pages = False
+            except Exception:
+                self._old_pages = True
+                log.exception("a reset could not flush its pages: nothing is found until one can")
+
+    def _stop_all(self) -> None:
         loads = self.layer_done_counter.reset()
         for load in loads:
             load.cancel()
@@ -419,8 +436,8 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._offloads.reset()
 
     def close(self) -> None:
-        """`reset`, and let go of the pool."""
-        self.reset()
+        """End all that is on its way, and let go of the pool. Its pages stay."""
+        self._stop_all()
         self._offloads.close()
         self._prefetches.shutdown(wait=True, cancel_futures=True)
         self._leases.close()

@@ -9,8 +9,12 @@ before: what SGLang's own page meta data says of three pages tells where all pag
 tensors whose rows are pages, in the memory that it has, and the loader moves any number of pages between them and the segment in a few
 native calls. A pool that is laid out otherwise, or gives no such meta data, is moved page by page as flat bytes.
 
-Each host pool has a namespace of its own; its layout is part of the identity, as the order of the bytes in a page follows from it. Keys are
-SGLang's hashes as they are. SGLang calls from threads of its own; an error of the pool is a miss there, never an exception.
+Each host pool has a namespace of its own; its layout is part of the identity, as the order of the bytes in a page follows from it. So are
+the model and its revision, which SGLang does not hand to a backend: they are read from the arguments of this process, as the linker's are
+(`umbp.integrations.sglang_identity`), and where there are none the user has to name them. Keys are SGLang's hashes as they are. SGLang
+calls from threads of its own; an error of the pool is a miss there, never an exception.
+
+Without ``interface_v1`` SGLang hands over pages as flat tensors. These are a namespace of their own, which is the one that is asked then.
 """
 
 from __future__ import annotations
@@ -27,44 +31,88 @@ import torch
 from umbp.client import Namespace, connect
 from umbp.errors import InvalidRequest, UmbpError
 from umbp.integrations import versions
+from umbp.integrations.sglang_identity import revision_of
 from umbp.integrations.windows import leading, windows_that_are_whole
-from umbp.layout import Component, Layout
+from umbp.layout import KEYS_PER_CALL_MAX, Component, Layout
 from umbp.loader import Loader
 from umbp.types import I64, KEY_BYTES, U8, Mask, ReadStatus, WriteStatus
 
 KNOWN = ("0.5.23",)
 try:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult
+    from sglang.srt.runtime_context import get_server_args
 except ImportError as error:
     raise versions.does_not_fit("sglang", KNOWN, str(error)) from error
 
 log = logging.getLogger("umbp.integrations.sglang_hicache")
-OWN = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's own keys of the extra configuration
+OWN = (  # SGLang's own keys of the extra configuration
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "allocator",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+    "tp_lcm_size",
+)
+FIELD = "hicache-storage-backend-extra-config"
+DEADLINE_SECONDS = (0.01, 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the extra configuration may hold beside SGLang's own keys, all of it optional."""
+    """What the extra configuration may hold beside SGLang's own keys, all of it optional; as the linker's of the same names."""
 
     pool: str | None = None
     model: str | None = None
-    revision: str = ""
+    revision: str | None = None
     tenant: str | None = None
     salt: str | None = None
     deadline_seconds: float = 10.0
 
     @classmethod
     def of(cls, extra_config: Any) -> Settings:
-        """InvalidRequest names an unknown key."""
-        values = {name: value for name, value in dict(extra_config or {}).items() if name not in OWN}
-        for name in values:
-            if name not in {field.name for field in fields(cls)}:
-                raise InvalidRequest(
-                    f"unknown key {name!r}; there are {', '.join(field.name for field in fields(cls))}",
-                    field="hicache-storage-backend-extra-config",
-                    example='{"tenant": "team-a"}',
-                )
+        """Check it. InvalidRequest names the key."""
+        if not isinstance(extra_config or {}, dict):
+            raise InvalidRequest(f"{type(extra_config).__name__}, not a map of settings", field=FIELD, example='{"tenant": "team-a"}')
+        values = {name: value for name, value in (extra_config or {}).items() if name not in OWN}
+        known = [field.name for field in fields(cls)]
+        for name, value in values.items():
+            if name not in known:
+                raise InvalidRequest(f"unknown key {name!r}; there are {', '.join(known)}", field=FIELD, example='{"tenant": "team-a"}')
+            if name == "deadline_seconds":
+                low, high = DEADLINE_SECONDS
+                if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+                    raise InvalidRequest(f"{value!r} is no number in {low} .. {high}", field=f"{FIELD}.{name}", example="10.0")
+            elif value is not None and not isinstance(value, str):
+                raise InvalidRequest(f"{value!r} is no text", field=f"{FIELD}.{name}", example='{"tenant": "team-a"}')
         return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Whose pages they are."""
+
+    name: str
+    revision: str
+
+    @classmethod
+    def of(cls, settings: Settings, storage_config: Any) -> Model:
+        """From the user, or from SGLang's arguments in this process. InvalidRequest where neither says it."""
+        try:
+            arguments = get_server_args()
+        except ValueError:  # SGLang's, where none were set
+            arguments = None
+        name = settings.model or getattr(arguments, "model_path", None) or storage_config.model_name
+        if not isinstance(name, str) or not name:
+            raise InvalidRequest("SGLang's arguments name no model", field=f"{FIELD}.model", example="deepseek-v4-pro")
+        if settings.revision is not None:
+            return cls(name[-256:], settings.revision)
+        if arguments is None:
+            raise InvalidRequest("SGLang's arguments are not known in this process", field=f"{FIELD}.revision", example="2026-11")
+        return cls(name[-256:], revision_of(arguments))
 
 
 def pieces(host: Any) -> list[U8] | None:
@@ -96,10 +144,9 @@ class HostPool:
         self.host = host
         self.page = int(host.page_size)
         found = pieces(host)
-        kind = str(getattr(host, "dtype", "uint8")).removeprefix("torch.")
-        label = f"{name}.{getattr(host, 'layout', 'flat')}" if found is not None else f"{name}.flat"
+        label = f"{name}.{getattr(host, 'layout', 'flat')}" + ("" if found is not None else ".flat")
         sizes = [piece.shape[1] for piece in found] if found is not None else [len(_bytes_of(host.get_data_page(0, flat=True)))]
-        layout = Layout((Component(label, tuple(range(len(sizes))), tuple(sizes), dtype=kind),))
+        layout = Layout((Component(label, tuple(range(len(sizes))), tuple(sizes), dtype=_kind(host)),))
         self.namespace = backend.open(layout, self.page, name)
         self.loader: Loader | None = None
         if found is not None:
@@ -151,13 +198,16 @@ class HostPool:
 class UMBPHiCache(HiCacheStorage):  # type: ignore[misc]
     """The backend. SGLang makes one for each rank, and tells it of its host pools afterwards."""
 
+    @versions.fitting("sglang", KNOWN)
     def __init__(self, storage_config: Any, kwargs: dict[str, Any] | None = None) -> None:
         if remark := versions.remark("sglang", KNOWN):
             log.warning("%s", remark)
         if getattr(storage_config, "dcp_size", 1) > 1 or getattr(storage_config, "should_split_heads", False):
             raise InvalidRequest("KV that is sharded by DCP, or stored by heads, is not supported", field="storage_config")
         self.settings = Settings.of(storage_config.extra_config)
+        self.model = Model.of(self.settings, storage_config)
         self.config = storage_config
+        self._by_pages = bool((storage_config.extra_config or {}).get("interface_v1", 0))
         self._client = connect(self.settings.pool, client=f"sglang hicache tp{storage_config.tp_rank}")
         self._pools: dict[str, HostPool] = {}
         self._flat: dict[int, Namespace] = {}
@@ -171,8 +221,8 @@ class UMBPHiCache(HiCacheStorage):  # type: ignore[misc]
         replicated = bool(config.is_mla_model) and name != PoolName.MAMBA
         ranks: dict[str, Any] = {} if replicated else {"tp_rank": config.tp_rank, "tp_size": config.tp_size}
         return self._client.namespace(
-            model=settings.model or config.model_name or "unnamed",
-            revision=settings.revision,
+            model=self.model.name,
+            revision=self.model.revision,
             page_tokens=page_tokens,
             layout=layout,
             replicated=replicated,
@@ -199,12 +249,15 @@ class UMBPHiCache(HiCacheStorage):  # type: ignore[misc]
         if host_pool_name != PoolName.KV or getattr(host_pool, "kv_buffer", None) is not None:
             self._add(host_pool_name, host_pool)
 
+    @versions.fitting("sglang", KNOWN)
     def _add(self, name: Any, host: Any) -> None:
         known = self._pools.get(str(name))
         if known is None or known.host is not host:
             if known is not None:
                 known.close()
             self._pools[str(name)] = HostPool(str(name), host, self)
+        if name == PoolName.KV and not self._by_pages:
+            self._of_size(len(_bytes_of(host.get_data_page(0, flat=True))))
 
     # -- pages by host indices (v1, v2) ------------------------------------------------------------------------------------------------
 
@@ -243,44 +296,66 @@ class UMBPHiCache(HiCacheStorage):  # type: ignore[misc]
     # -- what is there -----------------------------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many leading keys are stored."""
-        return leading(self._stored(PoolName.KV, keys_of(keys)))
+        """How many leading keys are stored, in the form in which SGLang will ask for them."""
+        return leading(self._there(keys_of(keys)))
 
     def exists(self, key: str) -> bool:
         """Whether a key is stored, as a page or as a flat tensor."""
         keys = keys_of([key])
-        return bool(self._stored(PoolName.KV, keys)[0]) or any(bool(each.lookup(keys)[0]) for each in self._flat.values())
+        return bool(self._stored(PoolName.KV, keys)[0]) or any(bool(self._found(each, keys)[0]) for each in self._flat.values())
 
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Every length at which all pools can be restored; see `umbp.integrations.sglang.UMBPLinker.lookup`."""
-        array = keys_of(keys)
-        pages = self.batch_exists(keys) if str(PoolName.KV) in self._pools else len(keys)
+        """Every length at which all pools can be restored; see `umbp.integrations.sglang.UMBPLinker.lookup`.
+
+        A pool in block groups is not looked up, which is no verdict on it: its keys are of groups, and they gate no page. A policy that is
+        not known finds nothing.
+        """
+        try:
+            return self._lengths(keys_of(keys), pool_transfers or [])
+        except Exception:
+            log.exception("a lookup of %d pages failed: nothing is found", len(keys))
+            return PoolTransferResult(0, {}, [])
+
+    def _lengths(self, array: U8, transfers: list[PoolTransfer]) -> PoolTransferResult:
+        pages = leading(self._there(array)) if len(array) and str(PoolName.KV) in self._pools else len(array)
         found: dict[str, int] = {PoolName.KV: pages} if pages else {}
         ends = np.ones(pages, bool)
-        for transfer in pool_transfers or []:
+        for transfer in transfers:
             if not ends.any():
                 break
+            if transfer.hit_policy == getattr(PoolHitPolicy, "BLOCK_GROUPS", None):
+                continue
             hit = self._stored(transfer.name, array[:pages])
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 whole = np.logical_and.accumulate(hit)
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 whole = windows_that_are_whole(hit, max(1, len(transfer.keys or ())))
             else:
-                raise InvalidRequest(f"hit policy {transfer.hit_policy} is not supported", field=f"transfers[{transfer.name}]")
+                log.warning("hit policy %s of %s is not known: nothing is found", transfer.hit_policy, transfer.name)
+                whole = np.zeros(pages, bool)
             if whole.any():
                 found[transfer.name] = int(np.flatnonzero(whole)[-1]) + 1
             ends &= whole
         lengths = (np.flatnonzero(ends) + 1).tolist()
         return PoolTransferResult(lengths[-1] if lengths else 0, found, lengths)
 
+    def _there(self, keys: U8) -> Mask:
+        """Which pages of the main pool are stored, in place or, where SGLang hands over flat tensors, as those."""
+        if self._by_pages or not self._flat:
+            return self._stored(PoolName.KV, keys)
+        found: Mask = np.logical_or.reduce([self._found(each, keys) for each in self._flat.values()])
+        return found
+
     def _stored(self, name: Any, keys: U8) -> Mask:
         pool = self._pools.get(str(name))
-        if pool is None:
-            return np.zeros(len(keys), bool)
+        return np.zeros(len(keys), bool) if pool is None else self._found(pool.namespace, keys)
+
+    def _found(self, namespace: Namespace, keys: U8) -> Mask:
+        starts = range(0, max(1, len(keys)), KEYS_PER_CALL_MAX)
         try:
-            return pool.namespace.lookup(keys)
+            return np.concatenate([namespace.lookup(keys[start : start + KEYS_PER_CALL_MAX]) for start in starts])
         except UmbpError as error:
             log.warning("a lookup failed: %s", error)
             return np.zeros(len(keys), bool)
@@ -321,8 +396,10 @@ class UMBPHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def _of_size(self, size_bytes: int) -> Namespace:
         if size_bytes not in self._flat:
-            page = int(getattr(getattr(self, "mem_pool_host", None), "page_size", 1))
-            self._flat[size_bytes] = self.open(Layout.opaque(size_bytes), page, "flat")
+            host = getattr(self, "mem_pool_host", None)
+            label = f"flat.{getattr(host, 'layout', 'flat')}"
+            layout = Layout((Component(label, (0,), (size_bytes,), dtype=_kind(host)),))
+            self._flat[size_bytes] = self.open(layout, int(getattr(host, "page_size", 1)), "flat")
         return self._flat[size_bytes]
 
     # -- the end -----------------------------------------------------------------------------------------------------------------------
@@ -353,6 +430,11 @@ def keys_of(texts: list[str]) -> U8:
 
 def _is_hash(text: str) -> bool:
     return len(text) == 2 * KEY_BYTES and not set(text) - set("0123456789abcdef")
+
+
+def _kind(host: Any) -> str:
+    """A host pool's type of numbers, as layouts name it."""
+    return str(getattr(host, "dtype", None) or "uint8").removeprefix("torch.")
 
 
 def _bytes_of(tensor: torch.Tensor) -> U8:

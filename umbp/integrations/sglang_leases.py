@@ -9,6 +9,7 @@ leases are kept `ahead` for the load, for a bounded time and number of requests.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import OrderedDict
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from umbp.client import Lease, Namespace
+from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.types import U8, Mask
 
 log = logging.getLogger("umbp.integrations.sglang")
@@ -29,11 +31,12 @@ SILENT_SECONDS = 1.0  # after a pool was silent: a scheduler with a hundred requ
 
 @dataclass(slots=True)
 class Held:
-    """Pages of one request: shelf -> keys that were asked for, and the lease of those that were there."""
+    """Pages of one request: shelf -> keys that were asked for, and the leases of those that were there, one a call."""
 
     keys: dict[int, U8]
-    leases: dict[int, Lease] = field(default_factory=dict)
+    leases: dict[int, list[Lease]] = field(default_factory=dict)
     answer: Future[None] | None = None
+    complete: bool = False
 
     def answered(self, seconds: float) -> bool:
         """Wait so long; whether the pool has answered for all."""
@@ -42,11 +45,11 @@ class Held:
             self.answer.result(seconds)
         except NotInTime:
             return False
-        return set(self.leases) == set(self.keys)
+        return self.complete
 
     def masks(self) -> dict[int, Mask]:
         """Shelf -> which of its keys are held and stay."""
-        return {number: lease.check() for number, lease in self.leases.items()}
+        return {number: np.concatenate([lease.check() for lease in leases]) for number, leases in self.leases.items()}
 
     def whole(self) -> bool:
         """Whether all pages are held, as far as it is known now."""
@@ -106,7 +109,8 @@ class Leases:
     def release(self, *gone: Held) -> None:
         """Let go of these, after all that was asked for them; nobody waits for it."""
         if gone:
-            self._thread.submit(self._release, gone)
+            with contextlib.suppress(RuntimeError):  # after `close`: the leases go with the connection
+                self._thread.submit(self._release, gone)
 
     # -- ahead of loads ----------------------------------------------------------------------------------------------------------------
 
@@ -171,13 +175,17 @@ class Leases:
     def _take(self, held: Held) -> None:
         try:
             for number, keys in held.keys.items():
-                namespace = self._namespaces[number]
-                held.leases[number] = namespace.run(namespace.operations.lease(keys, None, "never"))
+                namespace, held.leases[number] = self._namespaces[number], []
+                for start in range(0, max(1, len(keys)), KEYS_PER_CALL_MAX):
+                    part = keys[start : start + KEYS_PER_CALL_MAX]
+                    held.leases[number].append(namespace.run(namespace.operations.lease(part, None, "never")))
+            held.complete = True
         except Exception as error:  # noqa: BLE001 - it is a no, whatever the reason
             log.warning("pages could not be leased: %s", error)
 
     def _release(self, gone: tuple[Held, ...]) -> None:
         for held in gone:
-            for number, lease in held.leases.items():
+            for number, leases in held.leases.items():
                 namespace = self._namespaces[number]
-                namespace.run(namespace.operations.release(lease))
+                for lease in leases:
+                    namespace.run(namespace.operations.release(lease))

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader import Loader, Offload
 from umbp.types import I64, U8, WriteStatus
 
@@ -162,7 +163,11 @@ class OffloadQueue:
             for node in batch:
                 for number, part in node.parts.items():
                     before = self._before(part.keys[0])
-                    asked.append((node, self._loaders[number].offload(part.keys, node.placed[number], parent=before)))
+                    for start in range(0, len(part.keys), KEYS_PER_CALL_MAX):
+                        which = slice(start, start + KEYS_PER_CALL_MAX)
+                        keys = part.keys[which]
+                        asked.append((node, self._loaders[number].offload(keys, node.placed[number][which], parent=before)))
+                        before = bytes(keys[-1])
         except Exception:
             log.exception("an offload was refused")
             node.stored = False

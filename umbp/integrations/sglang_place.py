@@ -9,7 +9,6 @@ restarts keeps its groups' names.
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,24 +21,11 @@ from sglang.srt.runtime_context import get_parallel
 from umbp.client import Namespace, Pool
 from umbp.errors import InvalidRequest
 from umbp.grammar import parse_size
+from umbp.integrations.sglang_identity import revision_of
 from umbp.integrations.sglang_pools import Bundle
-from umbp.integrations.weights import files_digest
 from umbp.loader import Group
 
 SETTINGS_EXAMPLE = '{"pool": "/tmp/umbp-0/default.sock", "tenant": "team-a"}'
-# What makes other bytes of the same tokens: read from SGLang's arguments, where it has them.
-ARGUMENTS = (
-    "dtype",
-    "kv_cache_dtype",
-    "quantization",
-    "load_format",
-    "json_model_override_args",
-    "speculative_algorithm",
-    "speculative_draft_model_path",
-    "speculative_draft_model_revision",
-)
-
-
 RANGES = {
     "deadline_seconds": (0.01, 3600.0),
     "protect_seconds": (0.001, 60.0),
@@ -62,6 +48,7 @@ class Settings:
     asks, and ``hold_seconds``: how long they are kept for it. ``meet_seconds``, ``patience_seconds``: how long a rank waits for the others
     at the start of a load, and for a sign of them later, before it does without. ``events``: where rank 0 publishes what the pool holds,
     as ``tcp://*:5560``, with ``events_replay`` and ``events_topic``; a data parallel rank takes the port that much higher.
+    ``flush_on_reset``: whether SGLang's reset (a flush of its cache, as with every live update of weights) empties the namespaces.
     """
 
     pool: str | None = None
@@ -82,6 +69,7 @@ class Settings:
     events: str | None = None
     events_replay: str | None = None
     events_topic: str = ""
+    flush_on_reset: bool = False
 
     @classmethod
     def of(cls, extra_config: Any) -> Settings:
@@ -188,9 +176,7 @@ def open_namespace(pool: Pool, bundle: Bundle, settings: Settings, place: Place,
     model = settings.model or getattr(server_args, "model_path", None)
     if not isinstance(model, str) or not model:
         raise InvalidRequest("SGLang's arguments name no model", field="linker_extra_config.model", example="deepseek-v4-pro")
-    revision = settings.revision
-    if revision is None:
-        revision = f"{getattr(server_args, 'revision', None) or ''}+{fingerprint(model, server_args)}"
+    revision = revision_of(server_args) if settings.revision is None else settings.revision
     ranks: dict[str, Any] = {} if bundle.replicated else {"tp_rank": place.tp_rank, "tp_size": place.tp_size}
     return pool.namespace(
         model=model[-256:],
@@ -206,14 +192,3 @@ def open_namespace(pool: Pool, bundle: Bundle, settings: Settings, place: Place,
         cp_size=place.cp_size,
         **ranks,
     )
-
-
-def fingerprint(model: str, server_args: Any) -> str:
-    """16 hexadecimal digits of what else makes other bytes: arguments, and of a local model its configuration and the sizes of its files.
-
-    The same on every node that serves the same files with the same arguments. New weights of the same sizes at the same path are not seen:
-    give them a ``revision``.
-    """
-    facts = {name: str(getattr(server_args, name, None)) for name in ARGUMENTS}
-    facts["files"] = files_digest(model)
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

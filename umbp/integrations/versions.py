@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 
 
@@ -19,6 +21,15 @@ def does_not_fit(engine: str, known: tuple[str, ...], what: str) -> ImportError:
         f"this integration was run with {engine} {', '.join(known)}; installed here: {installed(engine)}, which does not fit ({what}). "
         f"Install {engine}=={known[-1]}, or a version of umbp that knows this one."
     )
+
+
+@contextmanager
+def fitting(engine: str, known: tuple[str, ...]) -> Iterator[None]:
+    """Around what is made of an engine's objects, also as a decorator: what they lack, or take otherwise, is `does_not_fit`."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        raise does_not_fit(engine, known, f"{type(error).__name__}: {error}") from error
 
 
 def remark(engine: str, known: tuple[str, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,16 @@ from sglang.srt.mem_cache.pool_host.dsa import DSAIndexerPoolHost, make_dsa_inde
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
 
 import umbp
 from tests.engines.sglang.engine import configured
 from tests.engines.sglang.models import MODELS
 from tests.pools import PoolProcess
 from umbp.errors import InvalidRequest
-from umbp.integrations.sglang_hicache import UMBPHiCache, pieces
+from umbp.integrations.sglang_hicache import Model, Settings, UMBPHiCache, pieces
+from umbp.layout import KEYS_PER_CALL_MAX
 
 OWN = {"backend_name": "umbp", "module_path": "umbp.integrations.sglang_hicache", "class_name": "UMBPHiCache", "interface_v1": 1}
 LAYOUTS = ["layer_first", "page_first", "page_first_direct"]
@@ -209,6 +213,106 @@ def test_a_pool_that_is_gone_is_a_miss() -> None:
         backend.close()
 
 
-def test_unknown_settings_are_named(server: PoolProcess) -> None:
-    with pytest.raises(InvalidRequest, match="tennant"):
-        backend_of(server.socket, tennant="x")
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_flat_pages_are_found_by_another_process(server: PoolProcess, layout: str) -> None:
+    host = host_pool("mla", layout)
+    host.kv_buffer.view(torch.uint8).random_(0, 255)
+    pages = [host.get_data_page(at) for at in (0, 4)]
+    settings = {"tenant": "slow", "interface_v1": 0}
+    first, second = backend_of(server.socket, **settings), backend_of(server.socket, **settings)
+    other = backend_of(server.socket, **settings)
+    first.register_mem_pool_host(host)
+    assert first.batch_set(keys(1, 2), pages)
+    second.register_mem_pool_host(host_pool("mla", layout))
+    assert second.batch_exists([*keys(1, 2), *keys(2, 1)]) == 2
+    got = second.batch_get(keys(1, 2), [host.get_dummy_flat_data_page() for _ in pages])
+    for page, each in zip(got, pages, strict=True):
+        assert page is not None
+        assert torch.equal(page.view(torch.uint8).reshape(-1), each.contiguous().view(torch.uint8).reshape(-1))
+    other.register_mem_pool_host(host_pool("mla", "page_first_direct"))
+    assert other.batch_exists(keys(1, 2)) == 0, "the same bytes in another order"
+    for backend in (first, second, other):
+        assert backend.clear()
+        backend.close()
+
+
+def digest_of(socket: str, **settings: Any) -> str:
+    backend = backend_of(socket, tenant="who", **settings)
+    backend.register_mem_pool_host(host_pool("mla", "page_first"))
+    digest = backend._pools["kv"].namespace.identity.digest().hex()
+    backend.close()
+    return digest
+
+
+def test_other_weights_are_other_pages(server: PoolProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scales, model = tmp_path / "scales.json", tmp_path / "model"
+    model.mkdir()
+
+    def digest(settings: dict[str, Any] | None = None, *, weights: bytes = b"1234", scale: str = "1", **arguments: Any) -> str:
+        (model / "w.safetensors").write_bytes(weights)
+        scales.write_text(scale)
+        monkeypatch.setattr(get_context(), "_server_args", ServerArgs(**{"model_path": str(model), **arguments}))
+        return digest_of(server.socket, **settings or {})
+
+    scaled = {"quantization_param_path": str(scales)}
+    found = [
+        digest(),
+        digest(weights=b"12345"),
+        digest(quantization="fp8"),
+        digest(kv_cache_dtype="fp8_e4m3"),
+        digest(revision="r2"),
+        digest(model_path="some/model"),
+        digest(**scaled),
+        digest(**scaled, scale="2"),
+        digest({"model": "m"}),
+        digest({"model": "m"}, weights=b"12345"),
+        digest({"revision": "r7"}),
+    ]
+    assert len(set(found)) == len(found)
+    assert digest() == found[0]
+    assert digest({"revision": "r7"}, weights=b"12345", quantization="fp8") == found[-1], "a revision of the user's stands for all of them"
+
+
+def test_what_cannot_be_looked_up_is_a_miss(server: PoolProcess) -> None:
+    backend = backend_of(server.socket, tenant="groups")
+    backend.register_mem_pool_host(host_pool("mla", "page_first"))
+    assert backend.batch_set_v1(keys(1, 2), torch.arange(8)) == [True, True]
+    groups = PoolTransfer(name=PoolName.SWA, keys=keys(1, 1), hit_policy=PoolHitPolicy.BLOCK_GROUPS)
+    found = backend.batch_exists_v2(keys(1, 2), [groups])
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (2, {PoolName.KV: 2})
+    unknown = PoolTransfer(name=PoolName.SWA, keys=keys(1, 1), hit_policy="newer")  # type: ignore[arg-type]
+    assert backend.batch_exists_v2(keys(1, 2), [unknown]).restorable_prefix_pages == []
+    many = [*keys(1, 2), *(f"{number:064x}" for number in range(KEYS_PER_CALL_MAX))]
+    assert backend.batch_exists(many) == 2
+    backend.close()
+
+
+def test_settings_are_checked(server: PoolProcess) -> None:
+    backend_of(server.socket, allocator="shm", prefetch_threshold=1).close()
+    for settings, field in (
+        ({"tennant": "x"}, "tennant"),
+        ({"deadline_seconds": "10"}, "deadline_seconds"),
+        ({"deadline_seconds": 0}, "deadline_seconds"),
+        ({"socket": 5}, r"extra-config\.pool"),
+        ({"revision": 7}, r"extra-config\.revision"),
+    ):
+        with pytest.raises(InvalidRequest, match=field):
+            backend_of(**{"socket": server.socket, **settings})
+    with pytest.raises(InvalidRequest, match="map of settings"):
+        Settings.of([1])
+
+
+def test_a_process_without_arguments_needs_a_revision(server: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(get_context(), "_server_args", None)
+    with pytest.raises(InvalidRequest, match=r"extra-config\.revision"):
+        backend_of(server.socket)
+    backend = backend_of(server.socket, revision="r1")
+    assert backend.model == Model("tests/tiny", "r1")
+    backend.close()
+
+
+def test_a_newer_host_pool_is_said_to_be_one(server: PoolProcess) -> None:
+    backend = backend_of(server.socket, tenant="newer")
+    with pytest.raises(ImportError, match=r"was run with sglang 0\.5\.23.*page_size"):
+        backend.register_mem_pool_host(SimpleNamespace(kv_buffer=torch.zeros(1)))
+    backend.close()

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 import umbp
 from tests.engines.sglang.engine import Engine, configured, prompt
 from tests.pools import PoolProcess
 from umbp.errors import InvalidRequest, Unavailable
+from umbp.integrations import sglang_pools
+from umbp.integrations.sglang_pools import keys_of
+from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader.copies import Copies
 
 KINDS = ["mla", "mla+draft", "dsa", "dsa+shared", "mha", "mha+draft", "swa", "mla+mamba", "mha+mamba", "swa+mamba", "deepseek_v4"]
@@ -212,11 +217,75 @@ def test_another_model_revision_or_tenant_finds_nothing(server: PoolProcess) -> 
             assert found.host_hit_length // 4 == pages, settings
 
 
+def test_a_reset_can_flush_the_pages_of_old_weights(server: PoolProcess) -> None:
+    tokens = prompt(1, 4, 4)
+    for flush, pages in ((False, 4), (True, 0)):
+        with Engine("swa", server.socket, tenant="live", flush_on_reset=flush) as engine:
+            engine.compute(tokens, seed=7)
+            engine.cache.reset()
+            engine.allocator.clear()
+            assert engine.match(tokens, "r1")[0].host_hit_length // 4 == pages
+            engine.compute(tokens, seed=8)
+    with Engine("swa", server.socket, tenant="live") as engine:
+        assert engine.restore(tokens, "r2").loaded == 4, "the end of an engine flushes nothing"
+
+
+def test_pages_that_a_reset_could_not_flush_are_not_found() -> None:
+    with PoolProcess() as pool, Engine("mla", pool.socket, flush_on_reset=True) as engine:
+        tokens = prompt(1, 4, engine.page)
+        engine.compute(tokens, seed=7)
+        namespace = engine.linker.shelves[0].namespace
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(namespace), "flush", lambda self: (_ for _ in ()).throw(Unavailable("injected")))
+            engine.cache.reset()
+        assert engine.match(tokens, "r1")[0].host_hit_length == 0
+        assert namespace.lookup(umbp.page_keys(tokens, engine.page)).all(), "though they are there"
+        engine.cache.reset()
+        engine.allocator.clear()
+        engine.compute(tokens, seed=8)
+        engine.drop()
+        assert engine.restore(tokens, "r2").loaded == 4
+
+
+def test_a_prompt_longer_than_a_call(server: PoolProcess) -> None:
+    with Engine("mla", server.socket, tenant="long") as engine:
+        tokens = prompt(1, 4, engine.page)
+        engine.compute(tokens, seed=7)
+        keys = [key.tobytes().hex() for key in umbp.page_keys(tokens, engine.page)]
+        keys += [f"{number:064x}" for number in range(KEYS_PER_CALL_MAX)]
+        assert engine.linker.lookup("r1", [PoolTransfer(name=PoolName.KV, keys=keys)]) == [1, 2, 3, 4]
+        slots = torch.arange(4 * len(keys))
+        assert not engine.linker.load("r1", [PoolTransfer(name=PoolName.KV, keys=keys, device_indices=slots)]), "not all of it is there"
+        held = engine.linker._leases.ask({0: keys_of(keys)})
+        assert held.answered(20.0)
+        assert np.flatnonzero(held.masks()[0]).tolist() == [0, 1, 2, 3]
+        engine.linker._leases.release(held)
+        engine.leases_are_over()
+
+
+def test_a_linker_that_was_closed_says_no() -> None:
+    with PoolProcess() as pool:
+        engine = Engine("mla", pool.socket)
+        engine.close()
+        transfer = PoolTransfer(name=PoolName.KV, keys=["0" * 64], device_indices=torch.arange(4))
+        assert engine.linker.load("r1", [transfer]) is False
+        assert engine.linker.statistics().refused_loads == 1
+
+
+def test_a_newer_engine_is_said_to_be_one(server: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(*, kvcache: object) -> None: ...
+
+    monkeypatch.setattr(sglang_pools, "resolve_hybrid_device_pool_group", other)
+    with pytest.raises(ImportError, match=r"was run with sglang 0\.5\.23; .*page_size"):
+        Engine("dsa", server.socket)
+
+
 def test_settings_are_checked(server: PoolProcess) -> None:
     for settings, field in (
         ({"pol": 1}, "linker_extra_config"),
         ({"copy_threads": "two"}, "copy_threads"),
         ({"deadline_seconds": 0}, "deadline_seconds"),
+        ({"flush_on_reset": "yes"}, "flush_on_reset"),
     ):
         with pytest.raises(InvalidRequest, match=field):
             Engine("mla", server.socket, **settings)
