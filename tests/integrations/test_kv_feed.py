@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -278,3 +280,22 @@ def test_endpoints_are_checked() -> None:
     ):
         with pytest.raises(InvalidRequest, match=field):
             Feed(source, "http://127.0.0.1:9")
+    words = [
+        "--events",
+        "tcp://127.0.0.1:5557",
+        "--replay",
+        "banana",
+        "--to",
+        "http://127.0.0.1:9",
+        "--engine",
+        "e",
+        "--node",
+        "n",
+        "--namespace",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-m", "umbp.integrations.kv_feed", *words, NAMESPACE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert "replay" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -304,7 +304,10 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     token = Path(options.token_file).read_text().strip() if options.token_file else ""
     source = Source(options.events, options.engine, options.node, options.namespace, options.replay, options.topic, options.page_bytes)
-    feed = Feed(source, options.to, token=token)
+    try:
+        feed = Feed(source, options.to, token=token)
+    except UmbpError as error:
+        parser.error(str(error))
     try:
         feed.wait()
     except KeyboardInterrupt:
