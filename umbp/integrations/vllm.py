@@ -19,7 +19,10 @@ one cache group of plain attention): the forward pass starts with the first laye
 `requires_piecewise_for_cudagraph`.
 
 *Failures.* A block that vanished after the lookup, a pool that is down, a deadline: exactly those blocks are reported. vLLM recomputes them
-if `kv_load_failure_policy` is "recompute"; its default, "fail", ends the request, so that is warned about.
+if `kv_load_failure_policy` is "recompute"; its default, "fail", ends the request, so that is warned about. An async load that lost its
+first block (of several groups: any) is looked up again by vLLM, and would be loaded again for ever while the lookup hits and the load
+fails, as with a pool that is frozen. So it may load again only less than what failed, which is what is left when blocks vanished, and
+`LOADS_MAX` times at most; else it is computed (`Loads`).
 
 *Blocks that are not in DRAM* count where `"lookup_async": true` lets a lookup make a call outside of the scheduler's thread; a load then
 brings them, within its deadline.
@@ -32,6 +35,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,6 +64,7 @@ if unmet := [name for name in NEEDED if not hasattr(UMBPStoreConnectorWorker, na
 log = logging.getLogger("umbp.integrations.vllm")
 OPTIONS = ("umbp_pool", "umbp_tenant", "umbp_deadline_seconds", "umbp_group")
 MODE = "embedded"
+LOADS_MAX = 3  # for a request that is not preempted; each may take the whole deadline
 LEFT_OUT = ("dtype", "quantization", "hf_overrides", "code_revision")  # of the model's configuration; vLLM's own namespace has the rest
 
 _settings: ContextVar[Settings | None] = ContextVar("umbp_vllm_settings", default=None)
@@ -145,6 +150,31 @@ class Handshake(UMBPHandshakeMetadata):  # type: ignore[misc] # vLLM has no type
     groups: tuple[BlockGroup, ...]
 
 
+@dataclass(slots=True)
+class Loads:
+    """Of one request since it was preempted last: a request that asks again without that has lost its load.
+
+    ``offered``: tokens that it has with what the last lookup found. ``below``: it loads where it will have fewer, 0: no more.
+    """
+
+    preemptions: int
+    offered: int = 0
+    below: float = math.inf
+    count: int = 0
+
+    def offer(self, tokens: int) -> bool:
+        """Whether a load may be started that gives the request so many tokens. If not, none may from now on."""
+        self.offered = tokens
+        if tokens >= self.below:
+            self.below = 0
+        return tokens < self.below
+
+    def started(self) -> None:
+        """What was offered last is being loaded."""
+        self.count += 1
+        self.below = self.offered if self.count < LOADS_MAX else 0
+
+
 class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
     """vLLM's connector with the pool behind it."""
 
@@ -153,6 +183,7 @@ class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
         with _building(settings):
             super().__init__(vllm_config, role, kv_cache_config)
         self._asked: set[str] = set()
+        self._loads: dict[str, Loads] = {}
         if role == KVConnectorRole.SCHEDULER and settings.engine.replicated and self._topology.dcp_size == 1:
             # vLLM would make a key for each rank and block, and look all of them up: with eight ranks that is most of a lookup.
             self.connector_scheduler.topology = replace(self._topology, tp_rank=0, tp_size=1)
@@ -184,9 +215,23 @@ class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
             lookups: Lookups = self.connector_scheduler.runtime
             lookups.learn(*told.pop())
 
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """As vLLM's; nothing for a request whose load has failed and would be the same again."""
+        loads = self._loads.get(request.request_id)
+        if loads is None or loads.preemptions != request.num_preemptions:
+            loads = self._loads[request.request_id] = Loads(request.num_preemptions)
+        if not loads.below:
+            return 0, False
+        found, asynchronous = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if found and not loads.offer(num_computed_tokens + found):
+            return 0, False
+        return found, asynchronous
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request is admitted: now its blocks are asked for, and not each time that it was looked at."""
         super().update_state_after_alloc(request, blocks, num_external_tokens)
+        if num_external_tokens > 0 and (loads := self._loads.get(request.request_id)):
+            loads.started()
         scheduler = self.connector_scheduler
         if request.request_id in self._asked or scheduler.runtime is None:
             return
@@ -196,13 +241,17 @@ class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
 
     def request_finished(self, request: Any, block_ids: list[int]) -> Any:
         """Forget the request."""
-        self._asked.discard(request.request_id)
+        self._forget(request.request_id)
         return super().request_finished(request, block_ids)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> Any:
         """Forget the request."""
-        self._asked.discard(request.request_id)
+        self._forget(request.request_id)
         return super().request_finished_all_groups(request, block_ids)
+
+    def _forget(self, request_id: str) -> None:
+        self._asked.discard(request_id)
+        self._loads.pop(request_id, None)
 
     # -- the worker's half: sync loads, layer by layer ---------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,7 @@ from tests.engines.vllm.engine import EngineProcess, stored_bytes
 from tests.engines.vllm.world import BLOCK, LAYERS, Options, World, prompt
 from tests.field.people import bytes_of, eventually, keys_of
 from tests.pools import PoolProcess
-from umbp.integrations import vllm_runtime
+from umbp.integrations import vllm, vllm_runtime
 from umbp.integrations.vllm_blocks import page_keys_of
 from umbp.integrations.vllm_runtime import Lookups, Transfers
 from umbp.loader import Group
@@ -108,6 +109,82 @@ def test_a_request_of_several_groups_that_lost_a_block_is_looked_up_again(option
         runtime.load_blocks = lambda plans: (forget(world, "a", 4), load_blocks(plans))[1]
         assert world.serve("b", prompt(1, 5)) == (4 * BLOCK, BLOCK + 3)
         assert world.seen.failed_requests == {"b"}
+
+
+def counted(world: World) -> list[Any]:
+    """The loads that are started from now on."""
+    runtime, loads = transfers(world), []
+    load_blocks = runtime.load_blocks
+    runtime.load_blocks = lambda plans: (job := load_blocks(plans), loads.append(job))[0]
+    return loads
+
+
+def hurry(world: World, seconds: float) -> None:
+    """Loads have so long from now on."""
+    for rank in range(len(world.workers)):
+        transfers(world, rank)._settings = replace(transfers(world, rank)._settings, deadline_seconds=seconds)
+
+
+@ASYNC
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+def test_a_load_that_fails_though_the_blocks_are_there_is_not_started_again(options: Options, kind: str, load_async: bool) -> None:
+    with World(replace(options, kind=kind, load_async=load_async)) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        loads = counted(world)
+        hurry(world, 1e-9)
+        world.serve("b", prompt(1, 5))
+        assert (0, 5 * BLOCK + 3) in world.seen.first["b"]
+        assert len(loads) == 1
+        hurry(world, 60.0)
+        world.drop()
+        assert world.serve("c", prompt(1, 5)) == (5 * BLOCK, 3)
+        assert world.scheduler.connector._loads == {}
+
+
+def test_a_request_that_loses_a_block_each_time_is_computed(options: Options) -> None:
+    with World(replace(options, kind="hybrid")) as world:
+        world.serve("a", prompt(1, 7))
+        world.drop()
+        runtime = transfers(world)
+        load_blocks, left = runtime.load_blocks, list(range(7))
+        runtime.load_blocks = lambda plans: (forget(world, "a", left.pop()), load_blocks(plans))[1]
+        assert world.serve("b", prompt(1, 7)) == (0, 7 * BLOCK + 3)
+        assert len(left) == 7 - vllm.LOADS_MAX
+
+
+def test_a_preempted_request_may_load_again() -> None:
+    loads = vllm.Loads(preemptions=0)
+    assert loads.offer(80)
+    loads.started()
+    assert not loads.offer(80)  # the same that failed
+    assert not loads.offer(16)  # it is being computed
+    assert vllm.Loads(preemptions=1).offer(80)
+
+
+@ASYNC
+def test_requests_are_computed_over_a_frozen_pool(options: Options, load_async: bool) -> None:
+    with PoolProcess() as pool, World(replace(options, pool=pool.socket, load_async=load_async)) as world:
+        world.serve("a", prompt(1, 5))
+        world.serve("another", prompt(2, 5))
+        world.drop()
+        loads = counted(world)
+        hurry(world, 0.5)
+        pool.signal(signal.SIGSTOP)
+        try:
+            world.add("b", prompt(1, 5))
+            world.add("c", prompt(2, 5))
+            world.run()
+        finally:
+            pool.signal(signal.SIGCONT)
+        for name in ("b", "c"):
+            assert world.requests[name].is_finished()
+            assert (0, 5 * BLOCK + 3) in world.seen.first[name]
+        assert len(loads) == 2
+        hurry(world, 60.0)
+        _wait_connected(world)
+        world.drop()
+        assert world.serve("d", prompt(1, 5)) == (5 * BLOCK, 3)
 
 
 def test_without_recompute_one_is_warned(options: Options, caplog: pytest.LogCaptureFixture) -> None:
