@@ -14,6 +14,10 @@ of the step are answered from that. A lease ends with the load, with the request
 all the same (the pool was killed in between) is tried again for `RETRY_SECONDS`, while a pool starts again with what it held; then the
 engine is stopped, since the only other way out would be to compute on wrong bytes.
 
+*The scheduler waits for the pool a bounded time.* Calls are made by a thread, in their order; a lease that is not there in `LEASE_SECONDS`
+is a miss, and is given back when it comes. No other is asked for until then, nor within `SILENT_SECONDS`: a hundred requests must not each
+wait for a pool that is frozen.
+
 *A store may fail* without harm: nothing but the pool is ever asked whether a block is stored. It is told as done, and no event is published
 for what was not kept.
 
@@ -27,18 +31,21 @@ local model's files count by themselves. Options beside vLLM's:
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from umbp.client import Lease, Namespace, Pool, connect
-from umbp.errors import ConfigError, LimitReached, OutOfMemory, Unavailable
+from umbp.errors import ConfigError, LimitReached, OutOfMemory, UmbpError, Unavailable
 from umbp.integrations import versions
 from umbp.integrations.weights import files_digest
 from umbp.layout import KEYS_PER_CALL_MAX, Layout
@@ -67,10 +74,14 @@ except ImportError as error:
     raise versions.does_not_fit("vllm", KNOWN, str(error)) from error
 
 log = logging.getLogger("umbp.integrations.vllm")
+T = TypeVar("T")
 OPTIONS = ("umbp_pool", "umbp_tenant", "umbp_revision")
 NOTE_BYTES = 65_536
 LEARN_SECONDS = 0.5  # between two looks for the workers' notes
 FRESH_SECONDS = 0.05  # a request that waits is probed again after this
+LEASE_SECONDS = 0.1  # what the scheduler waits for leases: a pool that is well needs less than a hundredth of it
+SILENT_SECONDS = 1.0  # after that was not enough
+LEARN_SECONDS_MAX = 1.0  # what it waits for the notes and the namespaces of all ranks, until it has them once
 
 
 # -- which engine this is ----------------------------------------------------------------------------------------------------------
@@ -199,6 +210,9 @@ class Catalog(OffloadingManager):  # type: ignore[misc] # vLLM has no types here
         self._events = events
         self._told: list[Any] = []
         self._watch = Watch(self._hits)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbp-lease")  # one, so that a release comes after what it releases
+        self._late: Future[Any] | None = None  # a call that was not waited for to its end
+        self._silent_until = 0.0
 
     def lookup(self, key: bytes, req_context: Any) -> Any:
         """HIT for a block that is stored by all ranks, and held for this request from now on."""
@@ -276,15 +290,19 @@ class Catalog(OffloadingManager):  # type: ignore[misc] # vLLM has no types here
         """The weights changed: nothing that was stored counts any more, for any engine of these namespaces."""
         self._let_all_go()
         try:
-            for namespaces in self._open.values():
-                for namespace in namespaces:
-                    namespace.flush()
+            self._thread.submit(self._flush).result()
         except Unavailable as error:
             log.warning("the pool was not cleared: %s", error)
+
+    def _flush(self) -> None:
+        for namespaces in self._open.values():
+            for namespace in namespaces:
+                namespace.flush()
 
     def shutdown(self) -> None:
         """Let go of the pool."""
         self._let_all_go()
+        self._thread.shutdown(cancel_futures=True)  # leases that it had no time for end with the client
         self._pool.close()
 
     # -- probes and leases -------------------------------------------------------------------------------------------------------------
@@ -309,17 +327,43 @@ class Catalog(OffloadingManager):  # type: ignore[misc] # vLLM has no types here
         keys = [each for each in keys if each == key or each not in held.known][:KEYS_PER_CALL_MAX]
         hits = self._all_have(number, keys)
         stored = [each for each, hit in zip(keys, hits, strict=True) if hit]
+        leases = self._leases(number, _hashes(stored)) if stored else []
+        held.leases += leases
         leased: Mask = np.ones(len(stored), bool)
-        for namespace in self._open.get(number, []) if stored else []:
-            try:
-                lease = namespace.run(namespace.operations.lease(_hashes(stored), None, "never"))
-            except LimitReached:
-                leased[:] = False
-                break
-            held.leases.append((namespace, lease))
+        for _, lease in leases:
             leased &= lease.held
+        leased &= len(leases) == len(self._open.get(number, []))
         held.known.update(dict.fromkeys(keys, False))
         held.known.update(zip(stored, leased.tolist(), strict=True))
+
+    def _leases(self, number: int, hashes: U8) -> list[tuple[Namespace, Lease]]:
+        """A lease of each rank; fewer if there is no room for more, none if the pool does not answer in time."""
+
+        def take() -> list[tuple[Namespace, Lease]]:
+            taken: list[tuple[Namespace, Lease]] = []
+            with contextlib.suppress(LimitReached):
+                for namespace in self._open[number]:
+                    taken.append((namespace, namespace.run(namespace.operations.lease(hashes, None, "never"))))
+            return taken
+
+        asked = self._ask(take, LEASE_SECONDS)
+        if asked is None:
+            return []
+        if asked.done():
+            return asked.result()
+        self._thread.submit(lambda: _release(asked.result()))
+        return []
+
+    def _ask(self, work: Callable[[], T], seconds: float) -> Future[T] | None:
+        """Have the thread do this, and wait so long for it; None if it is not asked, since the pool was silent just now."""
+        if time.monotonic() < self._silent_until or (self._late is not None and not self._late.done()):
+            return None
+        self._late = asked = self._thread.submit(work)
+        try:
+            asked.exception(seconds)
+        except NotInTime:
+            self._silent_until = time.monotonic() + SILENT_SECONDS
+        return asked
 
     def _let_go(self, held: Held | None, req_context: Any) -> None:
         if held is not None:
@@ -328,9 +372,9 @@ class Catalog(OffloadingManager):  # type: ignore[misc] # vLLM has no types here
 
     def _release(self, held: Held) -> None:
         self._held.pop(id(held), None)
-        for namespace, lease in held.leases:
-            namespace.run(namespace.operations.release(lease))
-        held.leases.clear()
+        if held.leases:
+            self._thread.submit(_release, held.leases)
+        held.leases = []
         held.known.clear()
 
     def _let_all_go(self) -> None:
@@ -361,19 +405,30 @@ class Catalog(OffloadingManager):  # type: ignore[misc] # vLLM has no types here
         if self._open or now < self._learn_at:
             return bool(self._open)
         self._learn_at = now + LEARN_SECONDS
+        if (asked := self._ask(self._learn, LEARN_SECONDS_MAX)) is not None and asked.done():
+            asked.result()
+        return bool(self._open)
+
+    def _learn(self) -> None:
+        """In the thread: the notes of all ranks, and the namespaces that they tell of."""
         found: dict[int, dict[bytes, Namespace]] = {}
-        try:
+        with contextlib.suppress(Unavailable):
             for rank in range(self._facts.world):
                 groups = self._notes.read_or_none(rank)
                 if groups is None:
-                    return False
+                    return
                 for group in groups:
                     namespace = self._facts.open(self._pool, group, rank)
                     found.setdefault(group.number, {})[namespace.identity.digest()] = namespace
-        except Unavailable:
-            return False
-        self._open = {number: list(namespaces.values()) for number, namespaces in found.items()}
-        return True
+            self._open = {number: list(namespaces.values()) for number, namespaces in found.items()}
+
+
+def _release(leases: Iterable[tuple[Namespace, Lease]]) -> None:
+    for namespace, lease in leases:
+        try:
+            namespace.run(namespace.operations.release(lease))
+        except UmbpError:  # the thread's result is not looked at; the lease ends by its time
+            log.exception("a lease was not released")
 
 
 def _by_group(keys: Iterable[bytes]) -> list[tuple[int, list[bytes]]]:

@@ -18,3 +18,12 @@ def server() -> Iterator[PoolProcess]:
     """A pool for the tests that do not restart it."""
     with PoolProcess(dram="256MiB") as pool:
         yield pool
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is well answers in time, however busy the machine is."""
+    from umbp.integrations import vllm_offloading
+
+    monkeypatch.setattr(vllm_offloading, "LEASE_SECONDS", 30.0)
+    monkeypatch.setattr(vllm_offloading, "LEARN_SECONDS_MAX", 30.0)

@@ -8,6 +8,7 @@ import sys
 
 import umbp
 from tests.engines.vllm.world import CONNECTOR, Options, Worker, World, prompt
+from umbp.integrations import vllm_offloading
 
 SAYS = "engine says "
 OFFLOADING = {"kv_connector": "OffloadingConnector"}
@@ -55,6 +56,7 @@ def main() -> None:
     """Until the input ends."""
     socket, tenant, connector = sys.argv[1:4]
     offloading = connector == "offloading"
+    vllm_offloading.LEASE_SECONDS = vllm_offloading.LEARN_SECONDS_MAX = 30.0  # however busy the machine is
     extra = {"umbp_tenant": tenant, **(SPEC if offloading else {})}
     with World(Options(socket, connector=dict(OFFLOADING if offloading else CONNECTOR), extra=extra)) as world:
         for line in sys.stdin:

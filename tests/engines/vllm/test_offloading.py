@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from tests.engines.vllm.world import BLOCK, LAYERS, Options, World, prompt
 from tests.field.people import eventually
 from tests.pools import PoolProcess
 from umbp.errors import ConfigError
-from umbp.integrations import vllm_mover
+from umbp.integrations import vllm_mover, vllm_offloading
 from umbp.integrations.vllm_blocks import page_keys_of
 from umbp.integrations.vllm_mover import LoadFailed, Mover
 from umbp.integrations.vllm_offloading import Catalog, Held, Notes
@@ -215,6 +216,45 @@ def test_without_a_pool_all_is_computed(own: tuple[PoolProcess, World]) -> None:
     pool.kill()
     eventually(lambda: not catalog(world)._pool.connected, "the client notices")
     assert world.serve("b", prompt(1, 5)) == (0, 5 * BLOCK + 3)
+
+
+def test_the_scheduler_does_not_wait_for_a_frozen_pool(own: tuple[PoolProcess, World], monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, world = own
+    world.serve("another", prompt(2, 5))
+    world.drop()
+    monkeypatch.setattr(vllm_offloading, "LEASE_SECONDS", 0.05)
+    manager, late, submitted = catalog(world), [], []
+    lookup, submit = manager.lookup, manager._thread.submit
+
+    def noted(*arguments: Any) -> Any:
+        answer = lookup(*arguments)
+        late.append(manager._late is not None and not manager._late.done())
+        return answer
+
+    def counted(work: Any, *arguments: Any) -> Any:
+        submitted.append(work.__name__)
+        return submit(work, *arguments)
+
+    manager.lookup = noted
+    monkeypatch.setattr(manager._thread, "submit", counted)
+    pool.signal(signal.SIGSTOP)
+    try:
+        world.add("b", prompt(1, 5))
+        world.add("c", prompt(2, 5))
+        world.step()
+    finally:
+        pool.signal(signal.SIGCONT)
+    assert all(late)  # the call was still out at the end of each question
+    assert submitted.count("take") == 1  # one request has waited for it
+    world.run()
+    assert [world.seen.first[name][0] for name in ("b", "c")] == [(0, 5 * BLOCK + 3)] * 2
+
+    def found_again() -> bool:
+        world.drop()
+        return world.serve(f"later {len(world.requests)}", prompt(1, 5)) == (5 * BLOCK, 3)
+
+    eventually(found_again, "leases are asked for again")
+    assert manager._held == {}
 
 
 @pytest.mark.parametrize(
