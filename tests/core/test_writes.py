@@ -389,12 +389,12 @@ def test_numbers_and_versions_of_a_former_boot_are_not_given_out_again() -> None
 
 def test_an_object_that_finds_no_slot_at_a_restart_is_dropped_and_the_pool_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     script = play(f"{OPEN} 1> put a 1-4 -> stored stored stored stored")
-    real = type(script.pool.table)._enter
+    real = type(script.pool.table).enter
 
     def enter_but_one(self, ids):
         return np.r_[real(self, ids[:-1]), np.zeros(len(ids[-1:]), bool)]
 
-    monkeypatch.setattr(type(script.pool.table), "_enter", enter_but_one)
+    monkeypatch.setattr(type(script.pool.table), "enter", enter_but_one)
     script.run("""
         reboot -> -
         states -> 3 live

@@ -10,7 +10,8 @@ import pytest
 
 from tests.field.people import Child, eventually
 from umbp.loader import processes
-from umbp.loader.processes import Watch, started
+from umbp.loader.processes import Watch
+from umbp.store.segment import process_started
 
 
 def rest(child: Child) -> None:
@@ -19,7 +20,7 @@ def rest(child: Child) -> None:
 
 def test_a_stopped_process_is_not_gone_and_a_killed_one_is() -> None:
     with Child(rest) as child:
-        watch = Watch(child.pid, started(child.pid), "/nowhere", 1)
+        watch = Watch(child.pid, process_started(child.pid), "/nowhere", 1)
         assert not watch.gone()
         child.signal(signal.SIGSTOP)
         assert not watch.gone()
@@ -33,7 +34,7 @@ def test_a_number_that_another_process_has_now_says_nothing(tmp_path: Path, monk
     monkeypatch.setattr(processes, "SETTLE_SECONDS", 0.0)
     told = [True]
     monkeypatch.setattr(processes, "held", lambda path, holder: told[0])
-    watch = Watch(os.getpid(), started(os.getpid()) + 1, str(tmp_path / "segment"), 7)
+    watch = Watch(os.getpid(), process_started(os.getpid()) + 1, str(tmp_path / "segment"), 7)
     assert not watch.gone()
     told[0] = False
     eventually(watch.gone, "its mapping is gone")

@@ -8,24 +8,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from umbp.cli.target import AsJson, cell, checked_key, console, duration, print_json, share, table, target_of
+from umbp.cli.target import AsJson, cell, checked_key, console, duration, print_json, share, table, target_of, whole_list
 from umbp.client.http import segment_of_path
 from umbp.errors import InvalidRequest
 from umbp.grammar import format_size
 
-PAGE = 1000  # what one answer lists at most
 KEYS_MAX = 16_384  # of one question
 
 
 def nodes(context: typer.Context, as_json: AsJson = False) -> None:
     """Every node of the cluster: its state, how full it is, and whether others read from it."""
-    http = target_of(context).http
-    document = http.get("/v1/nodes", limit=PAGE)
-    while len(document["nodes"]) < document["total"]:
-        more = http.get("/v1/nodes", limit=PAGE, offset=len(document["nodes"]))["nodes"]
-        if not more:
-            break
-        document["nodes"] += more
+    document = whole_list(target_of(context).http, "nodes")
     if as_json:
         print_json(document)
     else:

@@ -19,11 +19,10 @@ from rich.text import Text
 
 from umbp.cli import views
 from umbp.cli.cluster import cluster_keys_table, prefixes_table
-from umbp.cli.target import AsJson, NamespaceOption, Target, cell, checked_key, console, print_json, target_of
+from umbp.cli.target import AsJson, NamespaceOption, Target, cell, checked_key, console, print_json, target_of, whole_list
 from umbp.client.http import segment_of_path
 from umbp.errors import NotFound, Unavailable
 
-PAGE = 1000  # what one answer lists at most
 EverywhereOption: TypeAlias = Annotated[bool, typer.Option("--cluster", help="In the whole cluster, as its master knows it.")]
 
 
@@ -38,13 +37,7 @@ def status(context: typer.Context, as_json: AsJson = False) -> None:
 
 def namespaces(context: typer.Context, as_json: AsJson = False) -> None:
     """Every namespace: what it is, what it holds, its quota, and what was refused to it."""
-    http = target_of(context).http
-    document = http.get("/v1/namespaces", limit=PAGE)
-    while len(document["namespaces"]) < document["total"]:
-        more = http.get("/v1/namespaces", limit=PAGE, offset=len(document["namespaces"]))["namespaces"]
-        if not more:
-            break
-        document["namespaces"] += more
+    document = whole_list(target_of(context).http, "namespaces")
     if as_json:
         print_json(document)
     else:

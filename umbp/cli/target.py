@@ -16,6 +16,7 @@ from umbp.client.http import PoolHttp
 from umbp.errors import InvalidRequest
 from umbp.grammar import Address, parse_size
 
+PAGE = 1000  # what one answer lists at most
 WIDTH_WITHOUT_TERMINAL = 160  # a key has 64 digits, which 80 columns would break
 
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print one line of JSON.")]
@@ -80,6 +81,17 @@ def cell(value: Any, style: str = "") -> Text:
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------------
+
+
+def whole_list(http: PoolHttp, name: str) -> dict[str, Any]:
+    """What ``/v1/NAME`` lists, page after page put together; its other fields are of the first page."""
+    document: dict[str, Any] = http.get(f"/v1/{name}", limit=PAGE)
+    while len(document[name]) < document["total"]:
+        more = http.get(f"/v1/{name}", limit=PAGE, offset=len(document[name]))[name]
+        if not more:
+            break
+        document[name] += more
+    return document
 
 
 def checked_key(text: str) -> str:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from umbp.loader.board import Card
-from umbp.loader.processes import Watch, started
+from umbp.loader.processes import Watch
 from umbp.loader.runtime import Fault, Runtime, Shared
+from umbp.store.segment import process_started
 from umbp.types import I64
 
 log = logging.getLogger("umbp.loader.peers")
@@ -56,7 +57,7 @@ def make_card(
         token,
         name,
         pid,
-        started(pid),
+        process_started(pid),
         holder,
         blocks,
         list(handles),

@@ -7,19 +7,10 @@ import os
 import select
 import time
 
-from umbp.store.segment import held
+from umbp.store.segment import held, process_started
 
 # The lock of a mapping ends when its memory is torn down, shortly before the process's other descriptors, the GPU's among them, are closed.
 SETTLE_SECONDS = 1.0
-
-
-def started(pid: int) -> int:
-    """Start time of a process in clock ticks since boot, 0 if there is none; with the pid it names a process for good."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rsplit(b")", 1)[1].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 class Watch:
@@ -33,7 +24,7 @@ class Watch:
         self._gone = False
         with contextlib.suppress(OSError):
             self._pidfd = os.pidfd_open(pid)
-        if self._pidfd >= 0 and started(pid) != since:
+        if self._pidfd >= 0 and process_started(pid) != since:
             os.close(self._pidfd)  # another process of this namespace
             self._pidfd = -1
 

@@ -21,7 +21,7 @@ from umbp.errors import InvalidRequest, LimitReached
 from umbp.pool.fetching import Fetching
 from umbp.pool.meetings import Meetings
 from umbp.pool.ssd import SsdSide
-from umbp.store.segment import Segment, held
+from umbp.store.segment import Segment, held, process_started
 from umbp.types import I64, U64
 
 log = logging.getLogger("umbp.pool.owners")
@@ -60,15 +60,6 @@ class Owner:
     holder: int = 0
     pidfd: int = -1
     connected: bool = True
-
-
-def process_started(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; 0 if there is none. With the pid it names a process for good."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rsplit(b")", 1)[1].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 class Owners:

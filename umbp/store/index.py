@@ -290,7 +290,7 @@ class IndexWriter(IndexReader):
 
     def __init__(self, buckets: U64, entries: U64, moves: U64, seed: int, counter: U64) -> None:
         super().__init__(buckets, entries, moves, seed)
-        self._claim = np.zeros(len(buckets), np.int32)  # scratch of `_enter`
+        self._claim = np.zeros(len(buckets), np.int32)  # scratch of `enter`
         self._counter = counter  # one word in the segment: the last version given out, so that none is used twice over restarts
 
     def _versions(self, n: int) -> U64:
@@ -321,26 +321,15 @@ class IndexWriter(IndexReader):
         self.entries[ids] = rows  # two stores a row, not six: each is a pass over cold memory
         self.entries[ids, W_VERSION] = self._versions(len(ids)) | _ONE  # last: with it the entry is a reserved one
 
-    def enter(self, ids: I64, hashed: U64 | None = None) -> Mask:
-        """Slots for reserved entries. Returns which found one (at half load it takes an unlucky key to find none). No reader sees them yet.
-
-        ``hashed``: `hashes` of their keys, where the caller has them.
-        """
-        return self._enter(ids, hashed)
-
     def publish(self, ids: I64, sums: U64 | None) -> None:
         """Show reserved entries that were entered."""
         self.entries[ids, W_SUM] = 0 if sums is None else sums
         self.entries[ids, W_VERSION] = self._versions(len(ids))
 
-    def withdraw(self, ids: I64) -> None:
-        """Take the slots of reserved entries away; they stay reserved."""
-        self._leave(ids)
-
     def unpublish(self, ids: I64) -> None:
         """Free entries; their version becomes 0 before the slot goes."""
         self.entries[ids, W_VERSION] = 0
-        self._leave(ids)
+        self.withdraw(ids)
 
     def forget(self, ids: I64) -> None:
         """Free entries that are in no bucket."""
@@ -349,14 +338,18 @@ class IndexWriter(IndexReader):
     def rebuild(self, ids: I64) -> Mask:
         """Empty all buckets and enter these committed entries again: at re-attach, so that a crash between two stores cannot matter."""
         self.buckets[:] = 0
-        return self._enter(ids)
+        return self.enter(ids)
 
     def _homes(self, ids: I64) -> tuple[U64, U64]:
         rows = self.entries[ids]
         h = hashes(rows[:, :4], rows[:, W_PLACE] & _LOW, self.seed)
         return h & self._mask, h & ~_LOW
 
-    def _enter(self, ids: I64, hashed: U64 | None = None) -> Mask:
+    def enter(self, ids: I64, hashed: U64 | None = None) -> Mask:
+        """Slots for these entries. Returns which found one (at half load it takes an unlucky key to find none). Readers see committed ones.
+
+        ``hashed``: `hashes` of their keys, where the caller has them.
+        """
         first, tag = self._homes(ids) if hashed is None else (hashed & self._mask, hashed & ~_LOW)
         slots = tag | (ids + 1).view(np.uint64)
         done = np.zeros(len(ids), bool)
@@ -409,7 +402,8 @@ class IndexWriter(IndexReader):
         self.buckets[path[0]] = slot
         return True
 
-    def _leave(self, ids: I64) -> None:
+    def withdraw(self, ids: I64) -> None:
+        """Take the slots of these entries away; what they are, such as reserved, they stay."""
         first, tag = self._homes(ids)
         for bucket in (first, self.second_bucket(first, tag)):
             at = bucket.view(np.int64)

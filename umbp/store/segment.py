@@ -295,6 +295,15 @@ def _flock(kind: int, holder: int) -> bytes:
     return struct.pack("hh4xqqi4x", kind, os.SEEK_SET, HOLDERS_AT + holder, 1, 0)
 
 
+def process_started(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 if there is none. With the pid it names a process for good."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rsplit(b")", 1)[1].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def held(path: str, holder: int) -> bool:
     """Whether a process that mapped the segment with this holder's number may still write to it.
 
