@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from tests.core.world import World, keys_of, open_namespace, put, stored
+from umbp.core.guard import GuardedCleaning, GuardedStriping, guarded_cleaning, guarded_striping
 from umbp.policies import base
+from umbp.policies.cleaning import CostBenefit, Greedy
+from umbp.policies.striping import Even
 
 
 class Foreign:
@@ -100,3 +103,51 @@ def test_an_admission_policy_that_fails_admits_everything() -> None:
     row = open_namespace(world.pool, "a", 4096)
     assert put(world.pool, row, 1, 2) == ["stored"] * 2
     assert "everything is admitted" in world.pool.faults()[0]
+
+
+class Says:
+    """A cleaning and striping policy that answers what it is told to."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+
+    def order(self, live, age):
+        return self.answer()
+
+    def choose(self, size, used, waiting):
+        return self.answer()
+
+
+LIVE, AGE = np.array([0.9, 0.1, 0.5]), np.ones(3)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda: [0, 1], lambda: [0, 1, 1], lambda: [0, 1, 3], lambda: [0, 1, -1], lambda: [0.0, 1.0, 2.0], lambda: "abc", lambda: 1 // 0],
+)
+def test_an_order_of_files_that_is_none_is_replaced(wrong) -> None:
+    policy = guarded_cleaning(Says(wrong))
+    assert policy.order(LIVE, AGE).tolist() == CostBenefit().order(LIVE, AGE).tolist()
+    assert isinstance(policy, GuardedCleaning)
+    assert "cost_benefit took its place" in policy.fault
+    assert policy.order(LIVE, AGE).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("wrong", [lambda: 3, lambda: -1, lambda: 0.0, lambda: None, lambda: 1 // 0])
+def test_a_disk_that_there_is_not_is_replaced(wrong) -> None:
+    policy = guarded_striping(Says(wrong))
+    size, used, waiting = np.full(3, 100.0), np.array([5.0, 1.0, 9.0]), np.zeros(3)
+    assert policy.choose(size, used, waiting) == Even().choose(size, used, waiting)
+    assert isinstance(policy, GuardedStriping)
+    assert "even took its place" in policy.fault
+
+
+def test_right_answers_of_foreign_policies_are_taken_and_ours_are_not_checked() -> None:
+    policy = guarded_cleaning(Says(lambda: [2, 0, 1]))
+    assert policy.order(LIVE, AGE).tolist() == [2, 0, 1]
+    striping = guarded_striping(Says(lambda: np.int64(2)))
+    assert striping.choose(LIVE, LIVE, LIVE) == 2
+    assert not policy.fault
+    assert not striping.fault
+    ours = Greedy()
+    assert guarded_cleaning(ours) is ours

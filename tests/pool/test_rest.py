@@ -338,6 +338,8 @@ BAD: list[tuple[str, str, Any, int, str]] = [
     ("DELETE", "/v1/pins/x", None, 400, "pin"),
     ("DELETE", "/v1/pins/77", None, 404, "pin"),
     ("PUT", "/v1/policies/other", b'{"name": "lru"}', 400, "kind"),
+    ("PUT", "/v1/policies/ssd_eviction", b'{"name": "lru"}', 404, "kind"),
+    ("POST", EVICT, b'{"bytes": 1, "tier": "ssd"}', 404, "tier"),
     ("PUT", POLICY, b'{"name": "os.system"}', 404, "eviction"),
     ("PUT", POLICY, b'{"name": 1}', 400, "name"),
     ("GET", "/v1/status?verbose=1", None, 400, "verbose"),

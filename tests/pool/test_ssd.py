@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -348,3 +349,39 @@ def test_status_metrics_and_where_tell_of_the_tier(pool: PoolProcess, folder: Pa
     assert "umbp_ssd_keys 300" in text
     assert f'umbp_ssd_state{{path="{folder}",state="up"}} 1' in text
     assert 'umbp_capacity_bytes{tier="ssd"}' in text
+
+
+def test_policies_are_shown_and_swapped_and_eviction_is_previewed(pool: PoolProcess) -> None:
+    ns = namespace(pool)
+    fill(pool, ns, 100)
+
+    def call(method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{pool.http}{path}", data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return json.load(answer)
+
+    with urllib.request.urlopen(f"{pool.http}/v1/policies", timeout=10) as answer:
+        shown = {policy["kind"]: policy for policy in json.load(answer)["policies"]}
+    assert [shown[f"ssd_{kind}"]["current"] for kind in ("eviction", "admission", "cleaning", "striping")] == [
+        *("lru", "always", "cost_benefit", "even"),
+    ]
+    for kind in ("ssd_eviction", "ssd_admission", "ssd_cleaning", "ssd_striping"):
+        for name in shown[kind]["available"]:
+            assert call("PUT", f"/v1/policies/{kind}", {"name": name})["current"] == name
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            call("PUT", f"/v1/policies/{kind}", {"name": "nope"})
+    call("PUT", "/v1/policies/ssd_eviction", {"name": "lru"})
+    call("PUT", "/v1/policies/ssd_admission", {"name": "always"})
+    assert status(pool)["ssd"]["eviction"] == "lru"
+    body = {"bytes": 10 * SIZE, "tier": "ssd", "dry_run": True, "show": 100}
+    would = call("POST", "/v1/evict", body)
+    assert (would["objects"], would["complete"], status(pool)["ssd"]["keys"]) == (10, True, 100)
+    assert len({victim["key"] for victim in would["first"]} & {key.tobytes().hex() for key in keys_of(*range(100))}) == 10
+    went = call("POST", "/v1/evict", {**body, "dry_run": False})
+    assert went["first"] == would["first"]
+    assert status(pool)["ssd"]["keys"] == 90
+    assert check(ns, *range(100)) == list(range(100))  # DRAM has them still
+    fresh = range(1000, 1040)
+    assert ns.put(keys_of(*fresh), pages_of(*fresh)).all(WriteStatus.STORED)  # and the new policies work
+    wait_until(lambda: status(pool)["ssd"]["keys"] >= 130, "the new ones are written")

@@ -21,7 +21,7 @@ from umbp.cli.target import (
 from umbp.client.http import segment_of_path
 from umbp.errors import InvalidRequest
 from umbp.grammar import format_size, parse_duration
-from umbp.policies.base import KINDS
+from umbp.policies.base import CHOICES
 
 EVICT_SECONDS_MAX = 60.0  # the pool gives up after 30
 
@@ -30,11 +30,12 @@ def evict(
     context: typer.Context,
     size: Annotated[str, typer.Argument(metavar="SIZE", help="Bytes to free, such as 1GiB")],
     namespace: NamespaceOption = None,
+    tier: Annotated[str, typer.Option("--tier", metavar="TIER", help="dram or ssd")] = "dram",
     preview: Annotated[bool, typer.Option("--preview", help="Only show what would go first")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Free bytes, by the pool's policy. Ends with 1 if not so many could be freed."""
-    body: dict[str, Any] = {"bytes": checked_size(size, "SIZE"), "dry_run": preview}
+    body: dict[str, Any] = {"bytes": checked_size(size, "SIZE"), "tier": tier, "dry_run": preview}
     if namespace is not None:
         body["namespace"] = namespace
     answer = target_of(context).http.post("/v1/evict", body, seconds_max=EVICT_SECONDS_MAX)
@@ -156,8 +157,8 @@ def policies(
         document = http.get("/v1/policies")
     elif name is None:
         raise InvalidRequest("KIND and NAME go together", field="NAME", example="umbp policies eviction leaf_lru")
-    elif kind not in KINDS:
-        why = f"{kind[:40]!r} is none of {', '.join(KINDS)}"
+    elif kind not in CHOICES:
+        why = f"{kind[:40]!r} is none of {', '.join(CHOICES)}"
         raise InvalidRequest(why, field="KIND", example="umbp policies eviction lru")
     else:
         document = {"policies": [http.put(f"/v1/policies/{kind}", {"name": name})]}

@@ -8,13 +8,16 @@ Cost: one more pass over the victims, some 10 us a call. Our own policies pass t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import numpy as np
 
 from umbp.policies.base import AdmissionPolicy, Eligible, EvictionPolicy, Inserted, Request
+from umbp.policies.cleaning import CleaningPolicy, CostBenefit
 from umbp.policies.lru import Lru
-from umbp.types import I32, I64, U64, Mask
+from umbp.policies.striping import Even, StripingPolicy
+from umbp.types import F64, I32, I64, U64, Mask
 
 
 class Guarded:
@@ -120,3 +123,65 @@ class GuardedAdmission:
 def guarded_admission(policy: AdmissionPolicy) -> AdmissionPolicy:
     """The policy itself if it is one of ours."""
     return policy if type(policy).__module__.startswith("umbp.policies.") else GuardedAdmission(policy)
+
+
+class GuardedCleaning:
+    """The same for cleaning: after a fault `cost_benefit` goes on."""
+
+    def __init__(self, policy: CleaningPolicy) -> None:
+        self.policy = policy
+        self.fault = ""
+
+    def __repr__(self) -> str:
+        return f"<GuardedCleaning {self.policy!r}{', ' + self.fault if self.fault else ''}>"
+
+    def order(self, live: F64, age: F64) -> I64:
+        """What the policy says, checked: each file once."""
+        try:
+            order = np.asarray(self.policy.order(live, age))
+            if order.shape != live.shape or order.dtype.kind not in "iu":
+                raise ValueError(f"an index for each of {len(live)} files is wanted, not {order.dtype} of shape {order.shape}")
+            if not np.array_equal(np.sort(order), np.arange(len(live))):
+                raise ValueError(f"each of {len(live)} files is wanted once")
+            return order.astype(np.int64)
+        except Exception as error:
+            if self.fault:  # ours: a fault of ours
+                raise
+            self.fault = f"the cleaning policy {type(self.policy).__name__} failed in order ({error!r}); cost_benefit took its place"
+            self.policy = CostBenefit()
+            return self.policy.order(live, age)
+
+
+def guarded_cleaning(policy: CleaningPolicy) -> CleaningPolicy:
+    """The policy itself if it is one of ours."""
+    return policy if type(policy).__module__.startswith("umbp.policies.") else GuardedCleaning(policy)
+
+
+class GuardedStriping:
+    """The same for striping: after a fault `even` goes on."""
+
+    def __init__(self, policy: StripingPolicy) -> None:
+        self.policy = policy
+        self.fault = ""
+
+    def __repr__(self) -> str:
+        return f"<GuardedStriping {self.policy!r}{', ' + self.fault if self.fault else ''}>"
+
+    def choose(self, size: F64, used: F64, waiting: F64) -> int:
+        """What the policy says, checked: one of the disks."""
+        try:
+            choice = operator.index(self.policy.choose(size, used, waiting))
+            if not 0 <= choice < len(size):
+                raise ValueError(f"disk {choice}, there are {len(size)}")
+            return choice
+        except Exception as error:
+            if self.fault:
+                raise
+            self.fault = f"the striping policy {type(self.policy).__name__} failed in choose ({error!r}); even took its place"
+            self.policy = Even()
+            return self.policy.choose(size, used, waiting)
+
+
+def guarded_striping(policy: StripingPolicy) -> StripingPolicy:
+    """The policy itself if it is one of ours."""
+    return policy if type(policy).__module__.startswith("umbp.policies.") else GuardedStriping(policy)

@@ -33,6 +33,8 @@ CLEANING = "cleaning"  # these two are the SSD tier's: see the files of their na
 STRIPING = "striping"
 CLUSTER_KINDS = (ROUTING, PLACEMENT, REPLICATION, REBALANCING)
 KINDS = (EVICTION, ADMISSION, CLEANING, STRIPING, *CLUSTER_KINDS)
+SSD_KINDS = {"ssd_eviction": EVICTION, "ssd_admission": ADMISSION, "ssd_cleaning": CLEANING, "ssd_striping": STRIPING}
+CHOICES = (EVICTION, ADMISSION, *SSD_KINDS, *CLUSTER_KINDS)  # what an operator chooses by name; the same kind may be chosen for each tier
 
 Eligible = Callable[[I32], Mask]
 """Given live entry ids, shape (n,): which may be evicted now (not leased, pinned or just acknowledged, in the namespace at stake).

@@ -12,7 +12,7 @@ from umbp.admin.openapi import release
 from umbp.core.objects import LIVE, ORPHAN, RESERVED, ZOMBIE
 from umbp.core.pool import NamespaceState, Pool
 from umbp.master.documents import PolicyDocument
-from umbp.policies.base import EVICTION, names
+from umbp.policies.base import EVICTION, SSD_KINDS, names
 from umbp.pool.node import Node, State
 from umbp.pool.ssd import SsdSide
 from umbp.store.ssd_drive import Drive
@@ -215,8 +215,8 @@ def ssd_document(side: SsdSide) -> SsdDocument:
     tier, counters = side.tier, side.tier.counters
     return SsdDocument(
         policy=side.policy,
-        admission=side.config.ssd_admission,
-        eviction=side.config.ssd_eviction,
+        admission=side.policies.names["ssd_admission"],
+        eviction=side.policies.names["ssd_eviction"],
         capacity_bytes=tier.capacity_bytes,
         used_bytes=tier.used_bytes,
         keys=tier.catalog.count,
@@ -377,6 +377,8 @@ def _counts(pool: Pool) -> Counts:
     )
 
 
-def policy_document(pool: Pool, kind: str) -> PolicyDocument:
+def policy_document(pool: Pool, ssd: SsdSide | None, kind: str) -> PolicyDocument:
+    if ssd and kind in SSD_KINDS:
+        return PolicyDocument(kind=kind, current=ssd.policies.names[kind], available=names(SSD_KINDS[kind]))
     current = pool.eviction if kind == EVICTION else pool.admission_name
     return PolicyDocument(kind=kind, current=current, available=names(kind))

@@ -13,7 +13,7 @@ from umbp.core.leases import Pin
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.pool.node import Node, SessionFacts
-from umbp.store.index import W_SUM, W_VERSION, key_words, place_word
+from umbp.store.index import W_PLACE, W_SUM, W_VERSION, key_words, place_word
 from umbp.types import I64, PENDING, U64, ReadStatus
 
 # -- keys --------------------------------------------------------------------------------------------------------------------------
@@ -60,6 +60,18 @@ class Victim(Document, frozen=True):
     namespace: int
     key: str
     bytes: int
+
+
+def ssd_victims(node: Node, ids: I64) -> list[Victim]:
+    """Pages on SSD by entry ids. A page whose namespace was flushed is its former row's no more: -1."""
+    assert node.ssd is not None
+    rows = node.ssd.tier.catalog.table.entries[ids]
+    keys = [row[:4].tobytes().hex() for row in rows]
+    places = rows[:, W_PLACE].tolist()
+    numbers = {state.account.number: state.account.row for state in node.pool.namespaces.values()}
+    return [
+        Victim(namespace=numbers.get(place & 0xFFFF_FFFF, -1), key=key, bytes=place >> 32) for key, place in zip(keys, places, strict=True)
+    ]
 
 
 class Evicted(Document, frozen=True):

@@ -24,7 +24,7 @@ from umbp.errors import ConfigError, InvalidRequest, NotFound
 from umbp.grammar import SIZE_BYTES_MAX, parse_size
 from umbp.master.documents import PolicyDocument
 from umbp.metrics import CONTENT_TYPE
-from umbp.policies.base import ADMISSION, EVICTION
+from umbp.policies.base import ADMISSION, EVICTION, SSD_KINDS
 from umbp.pool import documents as doc
 from umbp.pool import items
 from umbp.pool.node import Node, SessionFacts
@@ -36,6 +36,7 @@ __all__ = ["Node", "SessionFacts", "make_app"]
 
 PIN_KEYS_MAX = 4096
 EVICT_SECONDS_MAX = 30.0
+EVICT_SLICE_BYTES = 1 << 30  # of the SSD tier in one go: 16,384 pages of 64 KiB
 HOT_SLICE = 1 << 17  # entries looked at in one go: about 1 ms
 FIND_SLICE = 8  # namespaces probed in one go: about 0.5 ms
 
@@ -91,7 +92,12 @@ class OfPin(Params, frozen=True):
 class OfPolicy(Params, frozen=True):
     """One kind of policy."""
 
-    kind: Annotated[Literal["eviction", "admission", "routing", "placement", "replication", "rebalancing"], Meta(examples=["eviction"])]
+    # fmt: off
+    kind: Annotated[Literal[
+        "eviction", "admission", "ssd_eviction", "ssd_admission", "ssd_cleaning", "ssd_striping",
+        "routing", "placement", "replication", "rebalancing",
+    ], Meta(examples=["eviction"])]
+    # fmt: on
 
 
 class Hottest(Params, frozen=True):
@@ -108,9 +114,10 @@ class Quota(Body, frozen=True):
 
 
 class Evict(Body, frozen=True):
-    """How many bytes to free, of which namespace, whether only to say what would go, and how many objects to list."""
+    """How many bytes to free, of which tier and namespace, whether only to say what would go, and how many objects to list."""
 
     bytes: Annotated[Size, Meta(examples=["1GiB"])]
+    tier: Literal["dram", "ssd"] = "dram"
     namespace: NamespaceName | None = None
     dry_run: bool = False
     show: Annotated[int, Meta(ge=0, le=1000, description="objects of the answer at most", examples=[20])] = 20
@@ -318,7 +325,10 @@ class Handlers:
     async def evict(self, params: Nothing, body: Evict) -> items.Evicted:
         pool, now = self.node.pool, self.node.now
         wanted = _size(body.bytes, "bytes")
-        row = -1 if body.namespace is None else _namespace(pool, body.namespace).account.row
+        account = None if body.namespace is None else _namespace(pool, body.namespace).account
+        if body.tier == "ssd":
+            return await self._evict_ssd(body, wanted, account.number if account else -1)
+        row = account.row if account else -1
         first: list[items.Victim] = []
         objects = freed = 0
         deadline = now() + EVICT_SECONDS_MAX
@@ -332,6 +342,28 @@ class Handlers:
             freed += int(sizes.sum())
             if not len(ids) or body.dry_run:  # a preview is of one slice: the next would name the same objects again
                 break
+            await asyncio.sleep(0)
+        return items.Evicted(dry_run=body.dry_run, complete=freed >= wanted, objects=objects, bytes=freed, first=first)
+
+    async def _evict_ssd(self, body: Evict, wanted: int, number: int) -> items.Evicted:
+        """The same on SSD, by its own policy. What is in DRAM as well stays there."""
+        ssd, now = self.node.ssd, self.node.now
+        if ssd is None:
+            raise NotFound("this pool has no SSD tier", field="tier", example="dram")
+        first: list[items.Victim] = []
+        objects, freed, ledger, none = 0, 0, ssd.tier.ledger, np.empty(0, np.int64)
+        deadline = now() + EVICT_SECONDS_MAX
+        while freed < wanted and now() < deadline:
+            ids, sizes = ledger.victims(min(wanted - freed, EVICT_SLICE_BYTES), 0, none, number=number)
+            if not len(ids):
+                break
+            first += items.ssd_victims(self.node, ids[: body.show - len(first)])
+            objects += len(ids)
+            freed += int(sizes.sum())
+            if body.dry_run:
+                break
+            ledger.forget(now(), ids, evicted=True)
+            ledger.counters.evicted += len(ids)
             await asyncio.sleep(0)
         return items.Evicted(dry_run=body.dry_run, complete=freed >= wanted, objects=objects, bytes=freed, first=first)
 
@@ -378,19 +410,23 @@ class Handlers:
     # -- policies
 
     async def policies(self, params: Nothing, body: Nothing) -> doc.Policies:
-        pool = self.node.pool
-        own = [doc.policy_document(pool, kind) for kind in (EVICTION, ADMISSION)]
+        pool, ssd = self.node.pool, self.node.ssd
+        own = [doc.policy_document(pool, ssd, kind) for kind in (EVICTION, ADMISSION, *(SSD_KINDS if ssd else ()))]
         return doc.Policies(policies=[*own, *await self.node.cluster.policies()])
 
     async def choose_policy(self, params: OfPolicy, body: Choice) -> PolicyDocument | Reply:
-        pool = self.node.pool
+        pool, ssd = self.node.pool, self.node.ssd
         if params.kind == EVICTION:
             pool.swap_eviction(self.node.now(), body.name)
         elif params.kind == ADMISSION:
             pool.swap_admission(body.name)
-        else:
+        elif params.kind not in SSD_KINDS:
             return await self.node.cluster.choose_policy(params.kind, body.name)
-        return doc.policy_document(pool, params.kind)
+        elif ssd is None:
+            raise NotFound("this pool has no SSD tier", field="kind", example="--ssd /nvme0/umbp:2TiB at its start")
+        else:
+            ssd.policies.swap(self.node.now(), ssd.tier, params.kind, body.name)
+        return doc.policy_document(pool, ssd, params.kind)
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------------

@@ -30,12 +30,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from umbp.config import PoolConfig
-from umbp.core.guard import guarded, guarded_admission
 from umbp.core.objects import LIVE, Account
 from umbp.core.pool import Pool
 from umbp.errors import LimitReached, UmbpError, Unavailable
 from umbp.master.protocol import Capacity
-from umbp.policies.base import ADMISSION, CLEANING, EVICTION, STRIPING, AdmissionPolicy, Request, build
+from umbp.policies.base import Request
+from umbp.pool.ssd_policies import SsdPolicies
 from umbp.pool.ssd_queue import WriteQueue
 from umbp.store.index import W_PLACE, W_SUM, W_VERSION, place_word
 from umbp.store.ssd import Batch, SsdTier
@@ -105,19 +105,18 @@ class SsdSide:
         total = sum(folder.size_bytes for folder in config.ssd)
         entries = config.ssd_keys_max or min(ENTRIES_MAX, max(ENTRIES_MIN, total // ENTRY_FOR_BYTES))
         self.table = SsdTable(config.shm_dir, config.name, entries, int(pool.table.seed) ^ 0x55D)
-        eviction = guarded(build(EVICTION, config.ssd_eviction, entries), entries, self._oldest_first)
+        self.policies = SsdPolicies(config, entries, self._oldest_first)
         self.tier = SsdTier(
             self.drives,
             self.table.writer,
             self,
             time.time,
-            eviction=eviction,
-            cleaning=build(CLEANING, config.ssd_cleaning),
-            striping=build(STRIPING, config.ssd_striping),
+            eviction=self.policies.eviction,
+            cleaning=self.policies.cleaning,
+            striping=self.policies.striping,
             day_bytes_max=config.ssd_write_max or 0,
         )
         self.tier.catalog.changed = self._tell
-        self.admission: AdmissionPolicy = guarded_admission(build(ADMISSION, config.ssd_admission, entries))
         self.queue = WriteQueue(pool.objects, min(QUEUE_PAGES_MAX, pool.objects.capacity))
         self.not_admitted = 0
         slots = len(self.drives) + BATCHES_MORE
@@ -251,7 +250,7 @@ class SsdSide:
                     await self.walk(watch_steps(self.tier, now, drive))
                 if wanted(self.tier, now, drive):
                     moved = await self.walk(clean_steps(self.tier, now, drive))
-            except Exception:  # our own fault, or a policy's of another package: the pool goes on
+            except Exception:  # our own fault: the pool goes on
                 log.exception("%r was not looked after", drive)
             if self.queue.count and drive.may_write(now):
                 self._more.set()
@@ -284,7 +283,7 @@ class SsdSide:
             return
         place = place_word(state.account.number, state.account.object_bytes)
         ids = self.tier.catalog.touch(now, place, keys, conversation)
-        self.admission.on_request(Request(now, ids.astype(np.int32), self.tier.catalog.prints(place, keys), conversation))
+        self.policies.admission.on_request(Request(now, ids.astype(np.int32), self.tier.catalog.prints(place, keys), conversation))
         if self.policy == "write_behind" and (ids < 0).any():
             found = self.pool.find_keys(state.account, keys[ids < 0])
             self._want(found.ids[found.hit])
@@ -301,7 +300,7 @@ class SsdSide:
             if len(part):
                 waiting = self.queue.count * int(self.pool.objects.size[part[0]]) / max(1, self.tier.capacity_bytes)
                 fill = min(1.0, self.tier.ledger.fill + waiting)
-                admitted = self.admission.admit(self.now(), self.tier.catalog.prints(place, keys), fill=fill)
+                admitted = self.policies.admission.admit(self.now(), self.tier.catalog.prints(place, keys), fill=fill)
                 self.not_admitted += int(np.count_nonzero(~admitted))
                 self.queue.add(part[admitted])
         if self.queue.count:
@@ -411,8 +410,7 @@ class SsdSide:
                 said.append(f"ssd: {drive.path} does not answer; it is not asked for anything until it does")
             elif drive.state != UP:
                 said.append(f"ssd: {drive.path} {'is not there' if drive.state == AWAY else 'is only read'}: {drive.fault}")
-        policies = (self.tier.catalog.policy, self.admission)
-        return said + [f"ssd: {fault}" for policy in policies if (fault := getattr(policy, "fault", ""))]
+        return said + [f"ssd: {fault}" for fault in self.policies.faults]
 
     def _tell(self, rows: U64, present: bool) -> None:
         """Pages came or went: the master hears of it."""

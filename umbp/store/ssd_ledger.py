@@ -160,19 +160,22 @@ class Ledger:
         """Forget pages by the policy's choice, none of those ``kept``, until so many bytes are free and so many are gone; bytes freed."""
         freed = 0
         while freed < size_bytes or count > 0:
-            average = max(BLOCK, self.used_bytes // max(1, self.catalog.count))
-            ids = self.catalog.victims(max(count, -(-(size_bytes - freed) // average), 1), kept, number=number)
+            ids, sizes = self.victims(size_bytes - freed, count, kept, number=number)
             if not len(ids):
                 break
-            sizes = padded_sizes(self.catalog.table.entries[ids, W_PLACE])
-            before = np.cumsum(sizes) - sizes
-            enough = (before < size_bytes - freed) | (np.arange(len(ids)) < count)
-            ids, sizes = ids[enough], sizes[enough]
             self.forget(now, ids, evicted=True)
             self.counters.evicted += len(ids)
             freed += int(sizes.sum())
             count -= len(ids)
         return freed
+
+    def victims(self, size_bytes: int, count: int, kept: I64, *, number: int = -1) -> tuple[I64, I64]:
+        """The first pages that `evict` would forget, and their bytes on disk. A peek."""
+        average = max(BLOCK, self.used_bytes // max(1, self.catalog.count))
+        ids = self.catalog.victims(max(count, -(-size_bytes // average), 1), kept, number=number)
+        sizes = padded_sizes(self.catalog.table.entries[ids, W_PLACE])
+        enough = (np.cumsum(sizes) - sizes < size_bytes) | (np.arange(len(ids)) < count)
+        return ids[enough], sizes[enough]
 
     def forget(self, now: float, ids: I64, *, evicted: bool, sync: bool = False, noted: bool = True) -> list[Future[Any]]:
         """Take pages out of the index; the futures of their notes, of which there are none unless ``noted``."""
