@@ -54,6 +54,18 @@ def call(url: str, body: Any = None, method: str = "", *, seconds: float = 5.0) 
         return json.loads(response.read())
 
 
+def metric(process: PoolProcess, name: str) -> float:
+    """One series of a process, by its name and labels as ``/metrics`` has them."""
+    with urllib.request.urlopen(process.http + "/metrics", timeout=5.0) as answer:
+        lines = answer.read().decode().split("\n")
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name)
+
+
+def reported(pool: PoolProcess, what: str) -> int:
+    """What a pool has told its masters, or heard from them."""
+    return int(metric(pool, f'umbp_reported_total{{what="{what}"}}'))
+
+
 class MasterProcess(PoolProcess):
     """One master on a port of its own, which it keeps over restarts."""
 

@@ -22,7 +22,7 @@ class Foreign:
     def choose(self, view: Any) -> Any:
         return self._say(view)
 
-    place = copies = moves = choose
+    place = copies = moves = judge = choose
 
     def _say(self, view: Any) -> Any:
         if isinstance(self.answer, Exception):
@@ -92,6 +92,15 @@ def test_wrong_advice_is_none(monkeypatch: pytest.MonkeyPatch, kind: str, answer
     cluster.wait(2.0, *cluster.nodes.values())
     assert cluster.master.choices.names[kind] == "none"
     assert not [advice for node in cluster.nodes.values() for advice in node.advice]
+
+
+def test_a_last_copy_is_not_let_go_on_a_policy_s_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign(monkeypatch, "cluster_eviction", lambda view: np.full(len(view.heat), -1))
+    cluster = Cluster("a", policies={"cluster_eviction": "strange"})
+    cluster["a"].put(1, 2).tell()
+    spaces = np.zeros(2, np.uint32)
+    assert cluster.master.judge("a", cluster["a"].registration, cluster.now, words([1, 2]), spaces).tolist() == [0, 0]
+    assert "one copy" in cluster.master.choices.faults[0]
 
 
 @pytest.mark.parametrize("kind", CLUSTER_KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, put
-from tests.masters import MasterProcess, call, until
+from tests.masters import MasterProcess, call, metric, reported, until
 from tests.pools import PoolProcess
 from umbp.layout import Namespace
 
@@ -34,6 +35,21 @@ def got(pool: PoolProcess, keys: np.ndarray) -> list[bytes]:
         return [bytes(page) for page in pages]
     finally:
         client.close()
+
+
+def flood(space: umbp.Namespace, number: int) -> int:
+    """Put sixteen more pages of a prompt of their own; the number of the next."""
+    keys = umbp.page_keys(np.full(16 * 16, 70_000 + number, np.uint32), page_tokens=16)
+    space.put(keys, [bytes([number % 256]) * PAGE] * 16)
+    return number + 1
+
+
+def fill(space: umbp.Namespace, pool: PoolProcess, share: float) -> int:
+    """Flood until this share of the pool is used; how many prompts that took."""
+    number, status = 0, call(pool.http + "/v1/status")
+    while status["allocated_bytes"] < share * status["capacity_bytes"]:
+        number, status = flood(space, number), call(pool.http + "/v1/status")
+    return number
 
 
 def test_a_hot_prefix_is_copied_to_another_node(master: MasterProcess) -> None:
@@ -73,14 +89,69 @@ def test_a_full_node_drops_what_another_one_promises_to_hold_and_nothing_else(ma
         put(roomy, *range(20, 36))
         alone = put(full, 50, 51)
         client = umbp.connect(full.socket)
-        space, number = client.namespace(**IDENTITY), 0
-        while call(full.http + "/v1/status")["allocated_bytes"] < 0.87 * call(full.http + "/v1/status")["capacity_bytes"]:
-            number += 1
-            fill = umbp.page_keys(np.full(16 * 16, 70_000 + number, np.uint32), page_tokens=16)
-            space.put(fill, [bytes(PAGE)] * 16)
+        fill(client.namespace(**IDENTITY), full, 0.87)
         client.close()
         until(lambda: all(master.locations(bytes(key)) == {(roomy.name, "dram")} for key in shared))
         assert master.locations(bytes(alone[0])) == {(full.name, "dram")}
         notes = [pin["note"] for pin in call(roomy.http + "/v1/pins")["pins"]]
         assert any(re.search("held while another node drops", note) for note in notes)
         assert got(roomy, shared)[0] == bytes([20]) * PAGE
+
+
+def test_what_the_cluster_asks_for_outlives_what_only_was_put(master: MasterProcess) -> None:
+    """Engines answer these prompts out of their own caches: the pool hears nothing of them, the master does, from a router."""
+    with master.pool(dram="4MiB") as a:
+        master.synced(a)
+        client = umbp.connect(a.socket)
+        space = client.namespace(**IDENTITY)
+        prompts = [umbp.page_keys(np.full(16, 90_000 + number, np.uint32), page_tokens=16) for number in range(40)]
+        for keys in prompts:
+            space.put(keys, [bytes([7]) * PAGE])
+        wanted, others = prompts[::2], prompts[1::2]
+        until(lambda: all(master.locations(bytes(keys[0])) for keys in prompts))
+        for keys in wanted:
+            master.post("/v1/route", {"namespace": NAMESPACE, "keys": [bytes(keys[0]).hex()], "requester": a.name})
+        number = fill(space, a, 0.87)
+        until(lambda: reported(a, "spared") >= len(wanted))
+        assert metric(master, "umbp_master_judged_pages_total") > 0
+        time.sleep(1.1)  # what was put within the last second is not taken while anything else can go
+        for _ in range(30):  # half of what fits
+            number = flood(space, number)
+        assert space.lookup(np.concatenate(wanted)).all()
+        assert not space.lookup(np.concatenate(others)).any()
+        client.close()
+
+
+def test_pages_move_from_a_full_node_to_a_roomy_one_at_the_rate_that_is_allowed_and_none_is_lost() -> None:
+    rate = 512 << 10
+    with MasterProcess("--advice-bandwidth", "512KiB") as master, master.pool(dram="4MiB") as full, master.pool(dram="64MiB") as roomy:
+        master.synced(full, roomy)
+        client = umbp.connect(full.socket)
+        space = client.namespace(**IDENTITY)
+        stored = range(fill(space, full, 0.92))
+        began = time.monotonic()
+        master.post("/v1/policies/rebalancing", {"name": "even_fill"}, "PUT")
+        share = lambda: call(full.http + "/v1/status")["allocated_bytes"] / call(full.http + "/v1/status")["capacity_bytes"]  # noqa: E731
+        came = 'umbp_fetched_bytes_total{source="peers"}'
+        while share() > 0.86:
+            moved = metric(roomy, came)
+            assert moved <= rate * (time.monotonic() - began + 2.0)  # a second's worth at once, and a second for what was measured late
+            assert time.monotonic() - began < 30.0
+            time.sleep(0.05)
+        assert metric(roomy, came) > 0
+        assert reported(full, "dropped") > 0
+        assert metric(full, "umbp_evicted_keys_total") == reported(full, "dropped")  # nothing went but what the other one holds
+        other = umbp.connect(roomy.socket)
+        there = other.namespace(**IDENTITY)
+        lost = wrong = 0
+        for number in stored:
+            keys = umbp.page_keys(np.full(16 * 16, 70_000 + number, np.uint32), page_tokens=16)
+            here, pages = space.lookup(keys), [bytearray(PAGE) for _ in keys]
+            held = there.lookup(keys)
+            lost += int(np.count_nonzero(~(here | held)))
+            got = there.get(keys[held], [page for page, has in zip(pages, held, strict=True) if has]) if held.any() else None
+            assert got is None or got.all(umbp.ReadStatus.HIT)
+            wrong += sum(bytes(page) != bytes([number % 256]) * PAGE for page, has in zip(pages, held, strict=True) if has)
+        assert (lost, wrong) == (0, 0)
+        for each in (client, other):
+            each.close()

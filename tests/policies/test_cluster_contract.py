@@ -1,4 +1,4 @@
-"""What every routing, placement, replication and rebalancing policy holds, whatever it is shown; and what each is there for."""
+"""What every policy of the master's kinds holds, whatever it is shown; and what each is there for."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from umbp.policies import base
-from umbp.policies.base import PLACEMENT, REBALANCING, REPLICATION, ROUTING
-from umbp.policies.cluster import FillView, HotView, PlaceView, RouteView
+from umbp.policies.base import CLUSTER_EVICTION, PLACEMENT, REBALANCING, REPLICATION, ROUTING
+from umbp.policies.cluster import GO, KEEP, EvictView, FillView, HotView, PlaceView, RouteView
 from umbp.policies.routing import poured
 
 seconds = st.floats(1e-6, 10.0)
@@ -242,3 +242,36 @@ def test_nobody_gives_to_himself_or_to_one_who_is_fuller(name: str, used: list[i
 def test_even_fill_moves_from_the_full_to_the_empty() -> None:
     shown = FillView(np.full(4, 1000, np.int64), np.array([950, 100, 800, 990], np.int64))
     assert base.build(REBALANCING, "even_fill").moves(shown) == [(3, 1, 20)]
+
+
+# -- cluster eviction --------------------------------------------------------------------------------------------------------------
+
+
+def evictions(heat: list[float], copies: list[int], wanted: list[int]) -> EvictView:
+    ones = np.ones(len(heat), np.int64)
+    return EvictView(np.array(heat, np.float64), np.zeros(len(heat)), np.array(copies, np.int64), np.array(wanted, np.int64), ones, ones)
+
+
+pages = st.tuples(st.floats(0, 1e6), st.integers(1, 9), st.integers(1, 9))
+
+
+@pytest.mark.parametrize("name", base.names(CLUSTER_EVICTION))
+@settings(max_examples=100, deadline=None)
+@given(shown=st.lists(pages, max_size=40))
+def test_only_spare_copies_go_first_and_something_is_always_left_to_let_go(name: str, shown: list[tuple[float, int, int]]) -> None:
+    view = evictions([page[0] for page in shown], [page[1] for page in shown], [page[2] for page in shown])
+    policy = base.build(CLUSTER_EVICTION, name)
+    verdict = policy.judge(view)
+    assert verdict.dtype == np.int64
+    assert verdict.shape == (len(shown),)
+    assert (view.copies[verdict == GO] > view.wanted[verdict == GO]).all()
+    assert np.count_nonzero(verdict == KEEP) <= len(shown) / 2
+    assert np.array_equal(verdict, policy.judge(view))
+    assert repr(policy)
+
+
+def test_spare_and_cold_lets_spare_copies_go_and_keeps_the_hottest_of_the_rest() -> None:
+    shown = evictions([9.0, 9.0, 0.5, 0.1, 3.0, 0.0], [1, 2, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1])
+    assert base.build(CLUSTER_EVICTION, "spare_and_cold").judge(shown).tolist() == [KEEP, GO, KEEP, 0, KEEP, 0]
+    assert base.build(CLUSTER_EVICTION, "spare").judge(shown).tolist() == [0, GO, 0, 0, 0, 0]
+    assert base.build(CLUSTER_EVICTION, "none").judge(shown).tolist() == [0] * 6

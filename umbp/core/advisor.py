@@ -4,7 +4,9 @@ Four questions of each slice of rows:
     leaving    is it only on a node that is drained?                            -> copy to the node with the most room
     hot        has it fewer copies than the replication policy wants?           -> copy to the node with the most room
     crowded    does the rebalancing policy have this node give to another one?  -> copy from the one to the other
-    spare      is it twice in the cluster, once on a node that is nearly full?  -> hold at the other one, then drop (`umbp.core.advice`)
+    spare      does the eviction policy let a copy on a nearly full node go?    -> hold at another one, then drop (`umbp.core.advice`)
+
+And one that nodes ask: of the pages that a nearly full node is about to let go, which does the eviction policy want kept (`judge`)?
 
 Cost: a slice of `SLICE_ROWS` a tick, about 1 ms; 10 M keys are seen once a minute at twenty ticks a second.
 """
@@ -19,7 +21,7 @@ from umbp.core.advice import KEYS_MAX, Ledger
 from umbp.core.choices import Choices
 from umbp.core.directory import Directory, Locations
 from umbp.core.membership import ALIVE, DRAINING, Member, Membership
-from umbp.policies.cluster import FillView, HotView
+from umbp.policies.cluster import GO, EvictView, FillView, HotView
 from umbp.types import F64, I64, Mask, Tier
 
 SLICE_ROWS = 4096
@@ -50,7 +52,7 @@ class Advisor:
         self._at += SLICE_ROWS
         places = self.directory.locations(rows)
         holds = self._holding(places, nodes, len(rows))
-        self._spare(now, rows, holds, nodes)
+        self._spare(now, rows, self._holding(places, nodes, len(rows), tier=Tier.DRAM), nodes)
         use = self.directory.use(now, rows)
         self._leaving(now, rows, holds, use.heat, nodes)
         self._hot(now, rows, holds, use.heat, nodes)
@@ -59,17 +61,40 @@ class Advisor:
     def _anything_to_ask(self, nodes: list[Member]) -> bool:
         names = self.choices.names
         wanted = names["replication"] != "none" or names["rebalancing"] != "none"
-        return wanted or any(member.state == DRAINING or self._share(member) >= NEARLY_FULL for member in nodes)
+        full = names["cluster_eviction"] != "none" and any(self._share(member) >= NEARLY_FULL for member in nodes)
+        return wanted or full or any(member.state == DRAINING for member in nodes)
+
+    def judge(self, now: float, rows: I64) -> I64:
+        """The eviction policy's word on pages that a node is about to let go, (n,): of rows of -1 there is none."""
+        if not len(rows) or self.choices.names["cluster_eviction"] == "none":
+            return np.zeros(len(rows), np.int64)
+        nodes = [member for member in self.membership.members.values() if member.usable(now)]
+        holds = self._holding(self.directory.locations(rows), nodes, len(rows), tier=Tier.DRAM)
+        verdict = self.choices.judge(self.evict_view(now, rows, np.maximum(holds.sum(1), 1), len(nodes)))
+        verdict[rows < 0] = 0
+        return verdict
+
+    def evict_view(self, now: float, rows: I64, copies: I64, nodes: int) -> EvictView:
+        """What an eviction policy is shown of these rows; one of -1 is a page that nobody has asked for."""
+        known = rows >= 0
+        use, sizes, (depth, _) = self.directory.use(now, rows), self._sizes(rows), self.directory.depth_and_parent(rows)
+        heat, idle = np.where(known, use.heat, 0.0), np.where(known, use.idle_seconds, np.inf)
+        depth = np.where(known, depth, 0)
+        wanted = np.ones(len(rows), np.int64)
+        if self.choices.names["replication"] != "none":
+            wanted = self.choices.copies(HotView(heat, copies, sizes, depth, max(1, nodes)))
+        return EvictView(heat, idle, copies, wanted, sizes, depth)
 
     # -- the questions -----------------------------------------------------------------------------------------------------------------
 
-    def _holding(self, places: Locations, nodes: list[Member], rows: int) -> Mask:
-        """(rows, nodes): whether the node's pool has it."""
+    def _holding(self, places: Locations, nodes: list[Member], rows: int, *, tier: Tier | None = None) -> Mask:
+        """(rows, nodes): whether the node's pool has it, in this tier or in any."""
         column = {member.holder: at for at, member in enumerate(nodes)}
         holds = np.zeros((rows, len(nodes)), bool)
+        good = np.ones(len(places.item), bool) if tier is None else places.tiers >> tier & 1 == 1
         for holder in np.unique(places.holder).tolist():
             if holder in column:
-                holds[places.item[places.holder == holder], column[holder]] = True
+                holds[places.item[good & (places.holder == holder)], column[holder]] = True
         return holds
 
     def _leaving(self, now: float, rows: I64, holds: Mask, heat: F64, nodes: list[Member]) -> None:
@@ -119,10 +144,13 @@ class Advisor:
         self._copies(now, wishes, nodes)
 
     def _spare(self, now: float, rows: I64, holds: Mask, nodes: list[Member]) -> None:
+        """``holds``: in DRAM. A node that is drained gives no promise, as it may be gone soon."""
         full = np.array([self._share(member) >= NEARLY_FULL for member in nodes], bool)
-        if not full.any():
-            return
+        holds = holds & np.array([member.state == ALIVE for member in nodes], bool)
         found = np.flatnonzero((holds.sum(1) > 1) & holds[:, full].any(1))
+        if not len(found):
+            return
+        found = found[self.choices.judge(self.evict_view(now, rows[found], holds[found].sum(1), len(nodes))) == GO]
         groups: dict[tuple[int, int, int], list[int]] = {}
         spaces = self.directory.keys(rows[found])[1].tolist() if len(found) else []
         for at, space in zip(found.tolist(), spaces, strict=True):

@@ -12,11 +12,17 @@ from typing import Any, TypeVar
 import numpy as np
 
 from umbp.errors import InvalidRequest, NotFound
-from umbp.policies.base import CLUSTER_KINDS, PLACEMENT, REBALANCING, REPLICATION, ROUTING, build
-from umbp.policies.cluster import FillView, HotView, PlaceView, RouteView
+from umbp.policies.base import CLUSTER_EVICTION, CLUSTER_KINDS, PLACEMENT, REBALANCING, REPLICATION, ROUTING, build
+from umbp.policies.cluster import GO, KEEP, EvictView, FillView, HotView, PlaceView, RouteView
 from umbp.types import I64
 
-DEFAULTS = {ROUTING: "fastest", PLACEMENT: "local_first", REPLICATION: "none", REBALANCING: "none"}
+DEFAULTS = {
+    ROUTING: "fastest",
+    PLACEMENT: "local_first",
+    REPLICATION: "none",
+    REBALANCING: "none",
+    CLUSTER_EVICTION: "spare_and_cold",
+}
 _T = TypeVar("_T")
 
 
@@ -66,6 +72,10 @@ class Choices:
     def moves(self, view: FillView) -> list[tuple[int, int, int]]:
         """See `RebalancingPolicy.moves`."""
         return self._asked(REBALANCING, view, _moves)
+
+    def judge(self, view: EvictView) -> I64:
+        """See `ClusterEvictionPolicy.judge`."""
+        return self._asked(CLUSTER_EVICTION, view, _verdicts)
 
     def _known(self, kind: str) -> None:
         if kind not in CLUSTER_KINDS:
@@ -121,4 +131,17 @@ def _moves(policy: Any, view: FillView) -> list[tuple[int, int, int]]:
     return moves
 
 
-_CHECKED: dict[str, Callable[[Any, Any], Any]] = {ROUTING: _route, PLACEMENT: _place, REPLICATION: _copies, REBALANCING: _moves}
+def _verdicts(policy: Any, view: EvictView) -> I64:
+    verdicts = _indices(policy.judge(view), len(view.heat), KEEP + 1)
+    if (view.copies[verdicts == GO] < 2).any():
+        raise ValueError("a page of which there is one copy is to go first")
+    return verdicts
+
+
+_CHECKED: dict[str, Callable[[Any, Any], Any]] = {
+    ROUTING: _route,
+    PLACEMENT: _place,
+    REPLICATION: _copies,
+    REBALANCING: _moves,
+    CLUSTER_EVICTION: _verdicts,
+}

@@ -77,6 +77,7 @@ class Counts:
     routed_pages: int = 0
     asked_pages: int = 0
     placed_pages: int = 0
+    judged_pages: int = 0
     joins: int = 0
     deaths: int = 0
 
@@ -260,6 +261,12 @@ class Master:
         return self.engines.report(now, engine, node, tier, words, spaces, present=present)
 
     # -- questions ---------------------------------------------------------------------------------------------------------------------
+
+    def judge(self, node: str, registration: int, now: float, words: U64, spaces: U32) -> I64:
+        """The cluster's word on what a nearly full pool is about to let go: `umbp.policies.cluster.KEEP`, `GO` or 0 for each key."""
+        self.membership.member(node, registration)
+        self.counts.judged_pages += len(words)
+        return self.advisor.judge(now, self.directory.table.find(words, spaces))
 
     def route(
         self,

@@ -79,7 +79,7 @@ class Room:
     def evict_slice(self, now: float) -> int:
         """Evict a bounded number of objects if the pool is above its watermarks; how many went. Call again while it is not zero."""
         objects, capacity = self.objects, self.objects.allocator.capacity_bytes
-        used = max(objects.allocated_bytes() / max(1, capacity), 1 - objects.free_ids / objects.capacity)
+        used = self.used_share()
         if used > self.watermarks.high:
             self._draining = True
         elif used <= self.watermarks.low:
@@ -104,6 +104,20 @@ class Room:
         gone = self._evict(now, min(excess, SLICE_KEYS), row=account.row)
         account.evicted_for_quota_keys += gone
         return gone
+
+    def used_share(self) -> float:
+        """Of bytes or of keys, whichever is more; 0 to 1."""
+        objects = self.objects
+        return max(objects.allocated_bytes() / max(1, objects.allocator.capacity_bytes), 1 - objects.free_ids / objects.capacity)
+
+    def upcoming(self, now: float, count: int) -> I64:
+        """The next victims at that time, first to go first, without those that will just have been put, or are spared then. A peek."""
+        return self._choose(now, count, grace=True)
+
+    def spare(self, ids: I64, until: float) -> None:
+        """These live objects are not taken while anything else can go, until then: as if they had just been put."""
+        times = self.objects.acknowledged_at
+        times[ids] = np.maximum(times[ids], until - GRACE_SECONDS)
 
     def preview(self, now: float, size_bytes: int, *, row: int = -1) -> I64:
         """Which objects would go, first to go first, to free this many bytes. A peek."""

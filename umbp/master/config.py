@@ -42,6 +42,7 @@ class MasterConfig:
     placement: str = option("Policies", policy_name, "local_first", "most_available", "where new pages go")
     replication: str = option("Policies", policy_name, "none", "hot_prefixes", "which pages get further copies")
     rebalancing: str = option("Policies", policy_name, "none", "even_fill", "which nodes give pages to others")
+    cluster_eviction: str = option("Policies", policy_name, "spare_and_cold", "spare", "what nearly full nodes keep, and let go first")
     advice_bandwidth: int = option("Policies", _rate, "256MiB", "1GiB", "bytes a second that may be copied by advice; 0: none")
     log_level: str = option("Logging", choice("debug", "info", "warning", "error"), "info", "info", "debug, info, warning, error")
     log_format: str = option("Logging", choice("text", "json"), "text", "json", "text or json lines")

@@ -5,6 +5,7 @@
     POST /v1/members/{node}/leave         Leaving -> Left             a clean stop
     POST /v1/members/{node}/events        frame Events -> Applied     numbered changes of what the pool holds
     POST /v1/members/{node}/resync        frame Piece -> Applied      a part of all that the pool holds, between the events
+    POST /v1/members/{node}/victims       frame Victims -> frame      a nearly full pool asks which of its next victims to keep
     POST /v1/members/{node}/failed        Failed -> Left              a fetch from that node failed: it is avoided for a while, by all
     POST /v1/plan                         frame RouteRequest -> frame RouteAnswer
     POST /v1/locate                       frame LocateRequest -> frame LocateAnswer
@@ -38,6 +39,7 @@ from umbp.wire import Message, decode, encode
 KEYS_MAX = 8192  # of one bundle or piece: 265 KiB, applied in some 10 ms, in slices
 SPACES_MAX = 128  # namespaces of one bundle or piece; their identities are 230 KiB at the most
 IDENTITY_BYTES_MAX = 1800
+KEEP_SECONDS = 30.0
 ASKED_MAX = 16_384  # keys of one question: a million tokens of 64 a page
 
 FRAME = "application/x-umbp-frame"
@@ -197,6 +199,23 @@ class Applied(Document, frozen=True):
 
     acknowledged: int
     gap: bool
+
+
+class Victims(Message, frozen=True, tag="victims"):
+    """Pages that a nearly full pool would let go next. ``spaces``: digest of a namespace, and how many of the keys, in order, are of it.
+
+    Arrays: keys u8[n, 32].
+    """
+
+    registration: Number
+    n: Batch
+    spaces: Annotated[list[tuple[Digest, Batch]], Meta(max_length=SPACES_MAX)]
+
+
+class Verdicts(Message, frozen=True, tag="verdicts"):
+    """Arrays: verdict i8[n], 1: keep it while anything else can go, for `KEEP_SECONDS`; 0: no word; -1: a spare copy."""
+
+    n: Batch
 
 
 # -- questions ---------------------------------------------------------------------------------------------------------------------

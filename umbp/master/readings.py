@@ -33,6 +33,7 @@ ROUTES = _counter("umbp_master_routes_total", "Routing calls that counted.")
 ASKED = _counter("umbp_master_asked_pages_total", "Pages of those calls.")
 ROUTED = _counter("umbp_master_routed_pages_total", "Pages of those calls that were worth fetching from somebody.")
 PLACED = _counter("umbp_master_placed_pages_total", "New pages that were given a place.")
+JUDGED = _counter("umbp_master_judged_pages_total", "Pages that nearly full nodes asked about before they let them go.")
 JOINS = _counter("umbp_master_joins_total", "Registrations.")
 DEATHS = _counter("umbp_master_deaths_total", "Nodes that left or expired.")
 ADVISED = _counter("umbp_master_advised_total", "Advice given.", "verb")
@@ -60,6 +61,7 @@ def readings(master: Master) -> Iterator[Reading]:
         (ASKED, counts.asked_pages),
         (ROUTED, counts.routed_pages),
         (PLACED, counts.placed_pages),
+        (JUDGED, counts.judged_pages),
         (JOINS, counts.joins),
         (DEATHS, counts.deaths),
     ):

@@ -374,6 +374,10 @@ def member_routes(process: Has) -> list[Raw]:
     async def resync(request: web.Request) -> web.Response:
         return _json(await process.master.piece(request.match_info["node"], await request.read()))
 
+    async def victims(request: web.Request) -> web.Response:
+        content = process.master.victims(request.match_info["node"], await request.read())
+        return web.Response(body=content, content_type=say.FRAME)
+
     async def plan(request: web.Request) -> web.Response:
         return web.Response(body=process.master.plan(await request.read()), content_type=say.FRAME)
 
@@ -384,6 +388,7 @@ def member_routes(process: Has) -> list[Raw]:
     return [
         Raw("POST", of + "/events", "A numbered bundle of changes", events, JSON, say.FRAME),
         Raw("POST", of + "/resync", "A part of all that a pool holds", resync, JSON, say.FRAME),
+        Raw("POST", of + "/victims", "What a nearly full pool should keep", victims, say.FRAME, say.FRAME),
         Raw("POST", "/v1/plan", "Who serves these keys, as a frame", plan, say.FRAME, say.FRAME),
         Raw("POST", "/v1/locate", "Does anybody have these keys, as a frame", locate, say.FRAME, say.FRAME),
     ]

@@ -41,7 +41,7 @@ from umbp.master.rest import cluster_endpoints, event_stream, master_endpoints, 
 from umbp.master.service import MasterService
 from umbp.master.store import SharedLog
 from umbp.metrics import CONTENT_TYPE, Metrics
-from umbp.policies.base import find
+from umbp.policies.base import CLUSTER_KINDS, find
 
 log = logging.getLogger("umbp.master")
 STOP_SECONDS_MAX = 3.0
@@ -72,7 +72,7 @@ class MasterServer:
         self.state: Literal["starting", "ready", "stopping"] = "starting"
         self.http = config.http
         self._prober = Prober(config.token)
-        policies = {kind: getattr(config, kind) for kind in ("routing", "placement", "replication", "rebalancing")}
+        policies = {kind: getattr(config, kind) for kind in CLUSTER_KINDS}
         for kind, name in policies.items():
             find(kind, name)
         core = Master(

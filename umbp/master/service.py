@@ -39,9 +39,11 @@ PROBE_SECONDS = 10.0
 PROBES_AT_A_TIME = 8
 TRUST_FETCH_SECONDS = 30.0
 CATCH_UP_SECONDS = 0.5
+NO_SPACE = 0xFFFF_FFFF  # a namespace that nobody has reported
 
 _EVENTS: msgspec.json.Decoder[say.Events] = msgspec.json.Decoder(say.Events)
 _PIECE: msgspec.json.Decoder[say.Piece] = msgspec.json.Decoder(say.Piece)
+_VICTIMS: msgspec.json.Decoder[say.Victims] = msgspec.json.Decoder(say.Victims)
 _ROUTE: msgspec.json.Decoder[say.RouteRequest] = msgspec.json.Decoder(say.RouteRequest)
 _LOCATE: msgspec.json.Decoder[say.LocateRequest] = msgspec.json.Decoder(say.LocateRequest)
 
@@ -295,6 +297,19 @@ class MasterService:
         blob.end()
         copies, tiers = self.core.locate(self.now(), bytes.fromhex(header.namespace), key_words(keys))
         return encode(say.LocateAnswer(n=header.n), copies, tiers)
+
+    def victims(self, node: str, frame: bytes) -> bytes:
+        """A `Victims` frame, answered by a `Verdicts` frame."""
+        header, blob = decode(frame, _VICTIMS)
+        keys = blob.keys(header.n)
+        blob.end()
+        if sum(count for _, count in header.spaces) != header.n:
+            raise InvalidRequest(f"the namespaces' counts do not add up to {header.n}", field="spaces")
+        found = [self.core.directory.space_or_none(bytes.fromhex(digest)) for digest, _ in header.spaces]
+        numbers = np.array([NO_SPACE if number is None else number for number in found], np.uint32)
+        spaces = np.repeat(numbers, [count for _, count in header.spaces])
+        verdict = self.core.judge(node, header.registration, self.now(), key_words(keys), spaces)
+        return encode(say.Verdicts(n=header.n), verdict.astype(np.int8))
 
     async def external(
         self, engine: str, node: str, digest: bytes, tier: Tier, words: U64, *, present: bool, object_bytes: int, heard: bool = False

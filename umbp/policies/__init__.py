@@ -1,6 +1,19 @@
 """Policies by name: the pool's, its SSD tier's and the master's. One file a kind of idea; `base` and `cluster` say what a policy is."""
 
-from umbp.policies import admission, cleaning, leaf_lru, lrfu, lru, placement, replication, routing, s3fifo, sieve, striping
+from umbp.policies import (
+    admission,
+    cleaning,
+    cluster_eviction,
+    leaf_lru,
+    lrfu,
+    lru,
+    placement,
+    replication,
+    routing,
+    s3fifo,
+    sieve,
+    striping,
+)
 from umbp.policies.base import (
     ADMISSION,
     CLEANING,
@@ -26,6 +39,7 @@ __all__ = [
     "Request",
     "admission",
     "cleaning",
+    "cluster_eviction",
     "find",
     "leaf_lru",
     "lrfu",

@@ -25,13 +25,14 @@ from umbp.types import I32, U64, Mask
 
 EVICTION = "eviction"
 ADMISSION = "admission"
-ROUTING = "routing"  # these four are the master's: see `umbp.policies.cluster`
+ROUTING = "routing"  # these five are the master's: see `umbp.policies.cluster`
 PLACEMENT = "placement"
 REPLICATION = "replication"
 REBALANCING = "rebalancing"
+CLUSTER_EVICTION = "cluster_eviction"
 CLEANING = "cleaning"  # these two are the SSD tier's: see the files of their names
 STRIPING = "striping"
-CLUSTER_KINDS = (ROUTING, PLACEMENT, REPLICATION, REBALANCING)
+CLUSTER_KINDS = (ROUTING, PLACEMENT, REPLICATION, REBALANCING, CLUSTER_EVICTION)
 KINDS = (EVICTION, ADMISSION, CLEANING, STRIPING, *CLUSTER_KINDS)
 SSD_KINDS = {"ssd_eviction": EVICTION, "ssd_admission": ADMISSION, "ssd_cleaning": CLEANING, "ssd_striping": STRIPING}
 CHOICES = (EVICTION, ADMISSION, *SSD_KINDS, *CLUSTER_KINDS)  # what an operator chooses by name; the same kind may be chosen for each tier

@@ -1,4 +1,4 @@
-"""What the master's policies are: routing, placement, replication, rebalancing. Frozen arrays in, a choice out; no state, clock or I/O.
+"""What the master's policies are, of all five kinds. Frozen arrays in, a choice out; no state, clock or I/O.
 
 Each is built without arguments and has one method. A method is a peek: asked twice with one view it answers the same, so every choice can
 be previewed. Randomness comes in as numbers drawn by the shell. What a policy of another package answers is checked (`umbp.core.choices`).
@@ -100,3 +100,32 @@ class RebalancingPolicy(Protocol):
 
     def moves(self, view: FillView) -> list[tuple[int, int, int]]:
         """(from node, to node, bytes) each, distinct nodes."""
+
+
+GO, KEEP = -1, 1  # and 0: no word
+
+
+@dataclass(frozen=True, slots=True)
+class EvictView:
+    """p pages that one nearly full node has, (p,) each.
+
+    ``heat`` (accesses by routes of the whole cluster, decayed), ``idle_seconds`` since the last one (infinite: none), ``copies`` in pools
+    that can be used now, this one's included, ``wanted`` copies by the replication policy, ``page_bytes``, ``depth`` in their prefix.
+    """
+
+    heat: F64
+    idle_seconds: F64
+    copies: I64
+    wanted: I64
+    page_bytes: I64
+    depth: I64
+
+
+class ClusterEvictionPolicy(Protocol):
+    """Chooses what a nearly full node should keep, and let go first."""
+
+    def judge(self, view: EvictView) -> I64:
+        """(p,) int64: `KEEP`: not while anything else can go; 0: no word; `GO`: first, once another node has promised to hold it.
+
+        `GO` is only for a page of which there are two copies or more.
+        """

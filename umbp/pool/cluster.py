@@ -118,7 +118,7 @@ class ClusterSide:
                 return False
             return True
 
-        self.reporter.copy = copy
+        self.reporter.heeding.copy = copy
 
     # -- life --------------------------------------------------------------------------------------------------------------------------
 

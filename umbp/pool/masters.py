@@ -22,12 +22,13 @@ from umbp.grammar import Address
 from umbp.master import protocol as say
 from umbp.master.service import MasterService, Told
 from umbp.store.index import key_words
-from umbp.types import U8
+from umbp.types import I64, U8
 from umbp.wire import Blob, decode, encode
 
 ANSWER_BYTES_MAX = 8 << 20
 STREAM_SILENCE_SECONDS_MAX = 30.0  # twice as long as a master leaves a stream without a sign
 _T = TypeVar("_T")
+_VERDICTS: msgspec.json.Decoder[say.Verdicts] = msgspec.json.Decoder(say.Verdicts)
 _LOCATED: msgspec.json.Decoder[say.LocateAnswer] = msgspec.json.Decoder(say.LocateAnswer)
 
 
@@ -47,6 +48,7 @@ class Port(Protocol):
     async def tell_piece(
         self, node: str, registration: int, sweep: int, index: int, told: Told, seconds: float, *, bundle: int, last: bool
     ) -> say.Applied: ...
+    async def victims(self, node: str, registration: int, spaces: list[tuple[bytes, int]], keys: U8, seconds: float) -> I64: ...
     async def plan(self, request: say.RouteRequest, keys: U8, seconds: float) -> Plan: ...
     async def locate(self, digest: bytes, keys: U8, seconds: float) -> tuple[U8, U8]: ...
     async def close(self) -> None: ...
@@ -88,6 +90,10 @@ class Embedded:
     ) -> say.Applied:
         """See `Port`."""
         return await self.service.tell_piece(node, registration, sweep, index, told, bundle=bundle, last=last)
+
+    async def victims(self, node: str, registration: int, spaces: list[tuple[bytes, int]], keys: U8, seconds: float) -> I64:
+        """See `Port`."""
+        return _verdicts(self.service.victims(node, _victims(registration, spaces, keys)), len(keys))
 
     async def plan(self, request: say.RouteRequest, keys: U8, seconds: float) -> Plan:
         """See `Port`."""
@@ -144,6 +150,11 @@ class Remote:
         )
         frame = encode(header, told.words, told.tiers)
         return await self._framed("data", f"/v1/members/{quote(node)}/resync", frame, say.Applied, seconds)
+
+    async def victims(self, node: str, registration: int, spaces: list[tuple[bytes, int]], keys: U8, seconds: float) -> I64:
+        """See `Port`."""
+        frame = _victims(registration, spaces, keys)
+        return _verdicts(await self._call("questions", f"/v1/members/{quote(node)}/victims", frame, say.FRAME, seconds), len(keys))
 
     async def plan(self, request: say.RouteRequest, keys: U8, seconds: float) -> Plan:
         """See `Port`."""
@@ -235,6 +246,20 @@ class Remote:
             return from_wire(str(problem["code"]), str(problem["detail"]), str(problem.get("field", "")))
         except (msgspec.MsgspecError, KeyError, TypeError):
             return Unavailable(f"{self.url} is no master: it answered {status}")
+
+
+def _victims(registration: int, spaces: list[tuple[bytes, int]], keys: U8) -> bytes:
+    named = [(digest.hex(), count) for digest, count in spaces]
+    return encode(say.Victims(registration=registration, n=len(keys), spaces=named), keys)
+
+
+def _verdicts(frame: bytes, count: int) -> I64:
+    answer, blob = decode(frame, _VERDICTS)
+    verdict = blob.take(np.int8, answer.n).astype(np.int64)
+    blob.end()
+    if answer.n != count:
+        raise ProtocolError(f"the master answered for {answer.n} keys, {count} were asked about")
+    return verdict
 
 
 def _spaces(told: Told) -> dict[str, Any]:

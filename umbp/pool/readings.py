@@ -31,7 +31,11 @@ def _counter(name: str, about: str, *labels: str) -> Definition:
 READY = _gauge("umbp_ready", "1 while requests are served, else 0.")
 INFO = _gauge("umbp_pool_info", "Always 1; the labels say what runs.", "name", "boot", "eviction", "admission")
 MEMBER = _gauge("umbp_member", "1 while a master knows this pool, its own embedded one included.")
-REPORTED = _counter("umbp_reported_total", "What was told to masters (bundles, resyncs, joins), and keys of their advice.", "what")
+REPORTED = _counter(
+    "umbp_reported_total",
+    "Bundles, resyncs, joins and beats; beats unanswered, masters given up; keys of advice.",
+    "what",
+)
 UPTIME = _gauge("umbp_uptime_seconds", "Since this process started.")
 CAPACITY = _gauge("umbp_capacity_bytes", "Bytes of the tier that objects can take.", "tier")
 USED = _gauge("umbp_used_bytes", "Bytes of objects, those being written included.", "tier")

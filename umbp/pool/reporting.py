@@ -10,8 +10,7 @@ between. One thing at a time is on its way, and each is made right before it is 
 A bundle without an answer is sent again as it was; the master knows its number. With no master at all the pool serves its own clients as
 ever, the outbox overflows at its bound, and the next master is sent everything: after `RETRY_SECONDS` at the most once it is there.
 
-Advice. `hold`: the keys are looked for, and if all are here they are pinned for the time, and only then is it answered. `drop`: copies that
-another pool has promised to keep are evicted, if neither leased nor pinned and while the time lasts. `copy`: fetched like a prefetch.
+What the master advises, and what it is asked before pages go (`_consulting`), is in `umbp.pool.heeding`.
 
 Cost: an idle pool sends one heartbeat a second. A key that comes or goes costs 2 us here, off the path of the put.
 """
@@ -22,21 +21,20 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from hashlib import sha256
 from itertools import chain
 from typing import Protocol
 
 import numpy as np
 
-from umbp.core.namespaces import NamespaceState
 from umbp.core.objects import LIVE
 from umbp.core.outbox import Changes
 from umbp.core.pool import Pool
 from umbp.errors import Conflict, UmbpError, Unavailable, UnknownNode
 from umbp.master import protocol as say
 from umbp.master.service import Told
+from umbp.pool.heeding import Heeding
 from umbp.pool.masters import Port
-from umbp.types import I64, U8, U64, Mask, Tier
+from umbp.types import I64, U64, Mask, Tier
 
 log = logging.getLogger("umbp.pool.reporting")
 # After the first change: until there was none for a moment, so that a writer has the pool for itself, and well below the promised 50 ms.
@@ -45,6 +43,7 @@ RETRY_SECONDS = 0.5
 TELL_SECONDS_MAX = 3.0
 MEASURED_MAX = 256
 LEAVE_SECONDS_MAX = 1.0
+COUNTED = ("bundles", "resyncs", "joins", "beats", "unanswered", "masters", "held", "dropped", "copied", "spared")
 PIECE_KEYS = say.KEYS_MAX // 2  # 4,096: batches of a put are not cut
 SCAN_ENTRIES = 1 << 16  # looked at for one piece: about 0.3 ms
 
@@ -81,13 +80,13 @@ class Reporter:
         self.pool, self.name, self.boot, self.place = pool, name, boot, place
         self.addresses: dict[str, str] = {}
         self.keeps: list[Keeps] = []
-        self.copy: Callable[[bytes, U8, float, str], bool] | None = None  # brings pages here: digest, keys, seconds, name of the request
         self.measure: Callable[[], Sequence[Fetched]] = tuple  # what fetches took since this was asked last
         self.registration = 0  # 0: not a member
         self.draining = False
         self.warnings: list[str] = []
         self.heartbeat_seconds = 1.0
-        self.counts = {"bundles": 0, "resyncs": 0, "joins": 0, "held": 0, "dropped": 0, "copied": 0}
+        self.counts = dict.fromkeys(COUNTED, 0)
+        self.heeding = Heeding(pool, self.counts)
         self._ports, self._at = list(ports), 0
         self._tiers = tiers
         self._wake, self._join_now = asyncio.Event(), asyncio.Event()
@@ -95,8 +94,6 @@ class Reporter:
         self._synced = asyncio.Event()
         self._named: set[bytes] = set()  # namespaces whose identity this registration has told
         self._number = self._sweep = 0
-        self._held: list[int] = []
-        self._done: list[int] = []
         self._said = ""
 
     def __repr__(self) -> str:
@@ -125,6 +122,7 @@ class Reporter:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._beating())
             tasks.create_task(self._telling())
+            tasks.create_task(self._consulting())
 
     async def close(self) -> None:
         """A clean stop: say so, within a moment."""
@@ -155,6 +153,8 @@ class Reporter:
                 self._say(f"refused by the master: {error}")
             except UmbpError as error:
                 self._say(str(error))
+                self.counts["unanswered"] += 1
+                self.counts["masters"] += len(self._ports) > 1
                 self._at = (self._at + 1) % len(self._ports)
                 wait = 0.0 if self._at else min(RETRY_SECONDS, self.heartbeat_seconds)  # once round, then a pause
             self._join_now.clear()
@@ -174,7 +174,7 @@ class Reporter:
         )
         joined = await self.port.join(body, self._patience())
         self.registration, self._number, self._resync = joined.registration, 0, True
-        self._held, self._done = [], []
+        self.heeding.begin()
         self.heartbeat_seconds = max(0.05, min(joined.heartbeat_seconds, 60.0))
         self.counts["joins"] += 1
         self._wake.set()
@@ -186,17 +186,28 @@ class Reporter:
             say.Measured(node=one.node, tier=int(one.tier), bytes=one.size_bytes, seconds=min(one.seconds, say.SECONDS_MAX))
             for one in self.measure()[:MEASURED_MAX]
         ]
-        held, done = self._held[:64], self._done[:64]
+        held, done = self.heeding.answers()
+        self.counts["beats"] += 1
         body = say.Heartbeat(registration=self.registration, tiers=self._tiers(), measured=measured, held=held, done=done)
         beat = await self.port.beat(self.name, body, self._patience())
-        self._held, self._done = self._held[len(held) :], self._done[len(done) :]
+        self.heeding.answered(len(held), len(done))
         self.draining = beat.state == "draining"
         self.warnings = [f"the master says: {warning}" for warning in beat.warnings]
         if beat.resync:
             self._resync = True
             self._wake.set()
         for advice in beat.advice:
-            self._heed(advice)
+            self.heeding.heed(advice)
+
+    async def _consulting(self) -> None:
+        """Before pages go, once a heartbeat. A master that does not answer changes nothing."""
+        while True:
+            await asyncio.sleep(self.heartbeat_seconds)
+            if self.registration:
+                try:
+                    await self.heeding.consult(self.port, self.name, self.registration, self._patience())
+                except UmbpError as error:
+                    log.debug("the master was not asked which pages to keep: %s", error)
 
     def _patience(self) -> float:
         """A master that does not answer within a heartbeat is as good as dead: the next one is asked."""
@@ -361,54 +372,6 @@ class Reporter:
     def _visible(self, ids: I64) -> Mask:
         visible: Mask = (self.pool.objects.state[ids] == LIVE) & (self.pool.objects.row[ids] >= 0)
         return visible
-
-    # -- advice ------------------------------------------------------------------------------------------------------------------------
-
-    def _heed(self, advice: say.Advice) -> None:
-        keys = np.frombuffer(bytes.fromhex("".join(advice.keys)), np.uint8).reshape(-1, 32)
-        now = time.monotonic()
-        state = self.pool.by_digest.get(bytes.fromhex(advice.namespace))
-        if state is None and advice.verb == "copy":
-            state = self._opened(advice)
-        if state is None or not len(keys) or len(keys) > say.KEYS_MAX:
-            self._done.append(advice.number)
-            return
-        account = state.account
-        found = self.pool.find_keys(account, keys)
-        if advice.verb == "hold":
-            if found.hit.all():
-                try:
-                    self.pool.pin(now, 0, account.row, keys, 30.0, "held while another node drops its copies")
-                except UmbpError as error:
-                    log.info("keys are not held for others: %s", error)
-                    return
-                self._held.append(advice.number)
-                self.counts["held"] += len(keys)
-            return  # not all here: no answer, and so nobody drops them
-        if advice.verb == "drop":
-            ids = np.unique(found.ids[found.hit])
-            objects = self.pool.objects
-            free = ids[(objects.leases[ids] == 0) & (objects.pins[ids] == 0) & (objects.state[ids] == LIVE)]
-            if advice.seconds > 0:
-                objects.hide(free, evicted=True)
-                self.counts["dropped"] += len(free)
-        elif advice.verb == "copy" and self.copy is not None and self.copy(state.digest, keys, advice.seconds, f"advice {advice.number}"):
-            self.counts["copied"] += len(keys)
-        self._done.append(advice.number)
-
-    def _opened(self, advice: say.Advice) -> NamespaceState | None:
-        """A namespace that no client has opened here: made, so that pages of it can be kept; no session holds it open."""
-        digest, canonical = bytes.fromhex(advice.namespace), advice.identity.encode()
-        if sha256(canonical).digest() != digest or not 0 < advice.page_bytes < 1 << 32:
-            return None
-        try:
-            self.pool.open_namespace(0, digest, canonical, advice.page_bytes)
-        except UmbpError as error:
-            log.info("a namespace is not opened for pages that the master would have here: %s", error)
-            return None
-        state = self.pool.by_digest[digest]
-        del state.sessions[0]
-        return state
 
 
 _NOTHING = Told(np.empty((0, 4), np.uint64), np.empty(0, np.uint8), np.empty(0, np.uint8), [])
