@@ -79,6 +79,26 @@ def test_a_key_stands_once_a_holder_and_tier() -> None:
     directory.check()
 
 
+def test_one_batch_may_name_a_key_many_times_and_counts_each_news_once() -> None:
+    directory = made()
+    holders = [directory.holders.take() for _ in range(7)]
+
+    def change(*changes: tuple[int, int, int, bool]) -> int:
+        keys, by, tiers, here = zip(*changes, strict=True)
+        arrays = np.array([holders[one] for one in by], np.uint32), np.array(tiers, np.uint8), np.array(here, bool)
+        return directory.change(0.0, words(*keys), spaces(len(keys)), *arrays)
+
+    everybody = [(1, by, tier, True) for by in range(7) for tier in (DRAM, SSD)]
+    assert change(*everybody, *everybody) == 14  # seven holders: more than a row has cells for
+    assert held(directory, 1) == [dict.fromkeys(holders, 12)]
+    assert change((1, 0, DRAM, True), (1, 0, DRAM, False), (2, 3, SSD, True), (2, 3, SSD, False)) == 3  # goes and comes, comes
+    assert held(directory, 1, 2) == [dict.fromkeys(holders, 12), {holders[3]: 8}]
+    directory.check()
+    assert change(*((1, by, tier, False) for _, by, tier, _ in everybody), *((1, by, DRAM, False) for by in range(7))) == 14
+    assert len(directory) == 1
+    directory.check()
+
+
 def test_a_key_that_everybody_holds_is_found_at_all_of_them() -> None:
     directory = made()
     holders = [directory.holders.take() for _ in range(100)]
@@ -225,11 +245,11 @@ def test_equal_tags_in_one_bucket_are_told_apart() -> None:
         def hashes(self, words: U64, spaces: U32) -> U64:
             return np.full(len(words), 5 << 32, np.uint64)
 
-    keys, numbers = np.zeros((64, 4), np.uint64), np.zeros(64, np.uint32)
-    table = OneTag(keys, numbers, 7)
-    keys[:16] = words(*range(16))
+    records = np.zeros((64, 10), np.uint32)  # the key, the namespace, and a word to fill up
+    table = OneTag(records, 8, 7)
+    records.view(np.uint64)[:16, :4] = words(*range(16))
     rows = np.arange(16)
-    stands = table.insert(rows, table.hashes(keys[:16], numbers[:16]))
+    stands = table.insert(rows, table.hashes(words(*range(16)), spaces(16)))
     entered = np.flatnonzero(stands >= 0)
     assert len(entered) in (8, 16)  # the second bucket may be the first
     assert table.find(words(*range(20)), spaces(20)).tolist() == [*np.where(stands >= 0, rows, -1).tolist(), -1, -1, -1, -1]
@@ -241,9 +261,13 @@ def test_equal_tags_in_one_bucket_are_told_apart() -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------------------
 
 some_keys = st.lists(st.integers(0, 30), max_size=12)
+some_changes = st.lists(
+    st.tuples(st.integers(0, 30), st.sampled_from([0, 1]), st.integers(0, 5), st.sampled_from([DRAM, SSD]), st.booleans()), max_size=24
+)
 steps = st.one_of(
     st.tuples(st.just("add"), st.integers(0, 5), some_keys, st.sampled_from([0, 1]), st.sampled_from([DRAM, SSD])),
     st.tuples(st.just("remove"), st.integers(0, 5), some_keys, st.sampled_from([0, 1]), st.sampled_from([DRAM, SSD])),
+    st.tuples(st.just("change"), some_changes),
     st.tuples(st.just("again"), st.integers(0, 5)),
     st.tuples(st.just("begin"), st.integers(0, 5)),
     st.tuples(st.just("settle"), st.integers(0, 5)),
@@ -282,11 +306,19 @@ def test_any_order_of_changes_gives_what_sets_would(script: list[Any]) -> None:
     directory, model = made(128), Model()
     numbers = [directory.holders.take() for _ in range(6)]
     for verb, *arguments in script:
-        holder = numbers[arguments[0]] if verb != "sweep" else 0
+        holder = numbers[arguments[0]] if verb not in ("sweep", "change") else 0
         if verb in ("add", "remove"):
             keys, space, tier = arguments[1:]
             getattr(directory, verb)(*((0.0,) if verb == "add" else ()), words(*keys), spaces(len(keys), space), holder, tier)
             getattr(model, verb)(holder, {(space, key, tier) for key in keys})
+        elif verb == "change":
+            keys, number, who, tiers, here = (list(column) for column in zip(*arguments[0], strict=True)) if arguments[0] else ([],) * 5
+            by = np.array([numbers[one] for one in who], np.uint32)
+            directory.change(0.0, words(*keys), np.array(number, np.uint32), by, np.array(tiers, np.uint8), np.array(here, bool))
+            for coming in (False, True):  # what goes, goes first
+                for key, space, one, tier, present in arguments[0]:
+                    if present == coming:
+                        getattr(model, "add" if present else "remove")(numbers[one], {(space, key, tier)})
         elif verb == "again":
             directory.drop(holder)
             model.has.pop(holder, None)

@@ -3,14 +3,11 @@
 Theory of operation
 -------------------
 A *row* of 80 bytes stands for one key of one namespace while anybody holds it. A *holder* is a number for who can hold keys: one for a
-registration of a pool, one for each (engine, tier) that reports its own cache. In a row, a *cell* of 32 bits says that a holder has it:
+registration of a pool, one for each (engine, tier) that reports its own cache. In a row, a *cell* says that a holder has it, in which
+tiers, and of which epoch the news is (`umbp.core.cells`).
 
-    holder (24 bits) | epoch (4 bits) | tiers (4 bits: HBM, HOST, DRAM, SSD)
-
-Four cells are in the row, more in a chain of blocks of eight, so that the system prompt that all nodes hold costs what it is worth.
-
-    row words   0-7 key   8 namespace   9-12 cells   13 first block
-                14 heat   15 last access   16 known since   17 accesses   18 parent   19 depth
+    row words   0-7 key   8-11 cells   12 namespace   13 further cells   14 heat   15 last access
+                16 accesses   17 depth   18 known since   19 parent
 
 A cell counts only while its holder does: `drop` makes all cells of a holder invisible with one store, however many there are, and the rows
 are cleaned in slices by `sweep` afterwards. The *epoch* does the same for a part. A holder that sends all it has again (`begin`, then `add`
@@ -24,33 +21,32 @@ there is no room (`keys_max`, or a full bucket) is counted and left out.
 Use of a key: accesses, the last one, and *heat*, the accesses decayed with `HALF_LIFE_SECONDS` (LRFU's combined recency and frequency). The
 parent and depth are those of the last request that had the key in its list; they lead from a hot page to its prefix.
 
-Cost: 80 bytes a row, 13 of the key table, nothing for rows never used (the memory is touched as it fills). An add or removal is
-some forty NumPy passes a batch: about 1 us a key in batches of a thousand. Sizes are by namespace: all its objects have one size.
+Changes come in batches of any mixture of holders, tiers, comings and goings (`change`): one probe for all, then what goes, then what comes
+to known rows, then new rows, each written whole with its first cell. Nothing is sorted, and nothing needs to be distinct.
+
+Cost: 80 bytes a row, 8 of the key table, nothing for rows never used (the memory is touched as it fills). A change is some eighty NumPy
+passes a batch: 0.2 to 0.3 us a key in batches of a thousand, most of it cache misses. Sizes are by namespace: all its objects have one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
 import numpy as np
 import numpy.typing as npt
 
+from umbp.core.cells import ROW_WORDS, TIERS, W_CELLS, Cells
 from umbp.core.holders import Holders
 from umbp.core.keytable import KeyTable
 from umbp.errors import LimitReached
 from umbp.types import F64, I64, U8, U32, U64, Mask
 
-ROW_WORDS = 20
-W_SPACE, W_CELLS, W_MORE, W_HEAT, W_ACCESSED, W_SINCE, W_COUNT, W_PARENT, W_DEPTH = 8, 9, 13, 14, 15, 16, 17, 18, 19
-INLINE, BLOCK = 4, 8
+W_SPACE, W_HEAT, W_ACCESSED, W_COUNT, W_DEPTH, W_SINCE, W_PARENT = 12, 14, 15, 16, 17, 18, 19
 HALF_LIFE_SECONDS = 600.0
 SPACES_MAX = 65_535
-BLOCKS_SHARE = 16  # one block of further cells for so many rows
 
 _U32 = np.uint32
-_COLUMNS = np.arange(BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,31 +73,33 @@ class Directory:
 
     def __init__(self, keys_max: int, seed: int, now: float = 0.0) -> None:
         self.keys_max = keys_max
-        self.blocks_max = keys_max // BLOCKS_SHARE + 64
-        self._cells_end = keys_max * ROW_WORDS
-        self._flat: U32 = np.zeros(self._cells_end + (self.blocks_max + 1) * BLOCK, np.uint32)
-        self._rows: U32 = self._flat[: self._cells_end].reshape(keys_max, ROW_WORDS)
+        self.holders = Holders()
+        self.cells = Cells(keys_max, self.holders)
+        self._rows: U32 = self.cells.rows
+        self._whole = self._rows.reshape(-1).view(np.dtype((np.void, ROW_WORDS * 4)))  # a row in one store
         self._reals: npt.NDArray[np.float32] = self._rows.view(np.float32)
-        self.table = KeyTable(self._rows.view(np.uint64)[:, :4], self._rows[:, W_SPACE], seed)
-        self._next_block: U32 = np.zeros(self.blocks_max + 1, np.uint32)  # block 0 is none
-        self._free_blocks: list[int] = []
-        self._blocks_top = 1
+        self._used = self._rows.view(np.uint64)[:, W_COUNT // 2]  # accesses and depth
+        self.table = KeyTable(self._rows, W_SPACE, seed)
         self._freed: U32 = np.empty(keys_max, np.uint32)  # a stack; what was never freed is never touched
         self._freed_count = 0
         self._top = 0  # rows from here on were never used
         self._start = now
-        self.holders = Holders()
         self.digests: list[bytes] = []
         self.object_bytes: list[int] = []
         self.identities: dict[bytes, bytes] = {}  # digest -> canonical text, as far as pools have told
         self._space_of: dict[bytes, int] = {}
-        self.left_out = 0  # keys for which there was no room
+        self._left_out = 0
 
     def __repr__(self) -> str:
         return f"<Directory {self.table.count} of {self.keys_max} keys, {len(self.digests)} namespaces, {self.holders!r}>"
 
     def __len__(self) -> int:
         return self.table.count
+
+    @property
+    def left_out(self) -> int:
+        """Keys, and holders of a key, for which there was no room."""
+        return self._left_out + self.cells.left_out
 
     # -- namespaces --------------------------------------------------------------------------------------------------------------------
 
@@ -126,7 +124,7 @@ class Directory:
             self.object_bytes.append(0)
             return len(self.digests) - 1
         # Nearly never, so one pass over all rows is no matter: those of namespaces that nobody holds anything of any more.
-        used = set(np.unique(self._rows[: self._top, W_SPACE]).tolist())
+        used = set(np.unique(self._rows[self._live_rows(), W_SPACE]).tolist())
         free = [number for number in range(SPACES_MAX) if number not in used]
         if not free:
             raise LimitReached(f"the directory knows {SPACES_MAX} namespaces, which is the limit", field="namespace")
@@ -143,34 +141,35 @@ class Directory:
 
     def add(self, now: float, words: U64, spaces: U32, holder: int, tier: int) -> int:
         """The holder has these keys in this tier; how many it was not known to have. ``words`` (n, 4), ``spaces`` (n,)."""
-        rows = np.unique(self._rows_for(now, words, spaces))
-        rows = rows[rows >= 0]
-        found, free = self._cell(rows, holder)
-        chained = np.flatnonzero((found < 0) & (free < 0))
-        for at in chained.tolist():
-            free[at] = self._new_block(int(rows[at]))
-        base, bit = _U32(holder << 8 | int(self.holders.epochs[holder]) << 4), _U32(1 << tier)
-        position = np.where(found >= 0, found, free)
-        position = position[position >= 0]  # no block was left for the others
-        cells = self._flat[position]
-        same = (cells & _U32(0xFFFF_FFF0)) == base
-        fresh = ~same | (cells & bit == 0)
-        self._flat[position] = np.where(same, cells | bit, base | bit)
-        return int(np.count_nonzero(fresh))
+        n = len(words)
+        return self.change(now, words, spaces, np.full(n, holder, np.uint32), np.full(n, tier, np.uint8), np.ones(n, bool))
 
     def remove(self, words: U64, spaces: U32, holder: int, tier: int) -> int:
         """The holder does not have these keys in this tier any more; how many it was known to have. Unknown keys are no error."""
-        rows = np.unique(self.table.find(words, spaces))
-        rows = rows[rows >= 0]
-        found, _ = self._cell(rows, holder)
-        rows, position = rows[found >= 0], found[found >= 0]
-        bit = _U32(1 << tier)
-        cells = self._flat[position]
-        had = cells & bit != 0
-        rest = cells & ~bit
-        self._flat[position] = np.where(rest & _U32(15), rest, _U32(0))
-        self._forget_empty(rows)
-        return int(np.count_nonzero(had))
+        n = len(words)
+        return self.change(0.0, words, spaces, np.full(n, holder, np.uint32), np.full(n, tier, np.uint8), np.zeros(n, bool))
+
+    def change(self, now: float, words: U64, spaces: U32, holders: U32, tiers: U8, present: Mask) -> int:
+        """Each holder has its key in its tier from now on, or not any more; how many were news. What goes, goes before anything comes.
+
+        ``words`` (n, 4), all others (n,). What goes and was not known is no error.
+        """
+        hashed = self.table.hashes(words, spaces)
+        rows, places = self.table.probe(words, spaces, hashed)
+        bases = holders << _U32(8) | self.holders.epochs[holders].astype(np.uint32) << _U32(4)
+        bits = _U32(1) << tiers.astype(np.uint32)
+        known = rows >= 0
+        news = 0
+        gone, come, new = np.flatnonzero(known & ~present), np.flatnonzero(known & present), np.flatnonzero(present & ~known)
+        if len(gone):
+            news += self.cells.unmark(rows[gone], bases[gone], bits[gone])
+        if len(come):
+            news += self.cells.mark(rows[come], bases[come], bits[come])
+        if len(gone):
+            self._forget_empty(rows[gone], places[gone])
+        if len(new):
+            news += self._enter(now, words.take(new, 0), spaces[new], hashed[new], bases[new], bits[new])
+        return news
 
     def drop(self, holder: int) -> None:
         """Nothing that this holder was said to have counts from now on; the rows are cleaned by and by."""
@@ -190,11 +189,7 @@ class Directory:
             return False
         start = min(self.holders.position, self._top)
         stop = min(self._top, start + rows_max)
-        part = self._rows[start:stop, W_CELLS : W_CELLS + INLINE]
-        void = (part != 0) & ~self.holders.counts(part)
-        part[void] = 0
-        chained = np.flatnonzero(self._rows[start:stop, W_MORE])
-        self._forget_empty(np.union1d(np.flatnonzero(void.any(1)), chained) + start)
+        self._forget_empty(self.cells.void(start, stop))
         self.holders.swept(0 if stop == self._top else stop)
         return self.holders.pending > 0
 
@@ -208,7 +203,7 @@ class Directory:
         """Who holds these rows now; -1 is held by nobody."""
         known = np.flatnonzero(rows >= 0)
         items, cells = [], []
-        for at, part in self._levels(rows[known]):
+        for at, part in self.cells.levels(rows[known]):
             good = (part != 0) & self.holders.counts(part)
             where = np.nonzero(good)
             items.append(known[at[where[0]]])
@@ -219,7 +214,7 @@ class Directory:
         if len(items) > 1:
             order = np.argsort(item, kind="stable")
             item, cell = item[order], cell[order]
-        return Locations(item, (cell >> 8).astype(np.int64), (cell & _U32(15)).astype(np.uint8))
+        return Locations(item, (cell >> 8).astype(np.int64), (cell & TIERS).astype(np.uint8))
 
     def touch(self, now: float, rows: I64) -> None:
         """One request asked for these rows, root first; -1 is left out."""
@@ -302,11 +297,10 @@ class Directory:
     def check(self) -> None:
         """The invariants: slow."""
         self.table.check()
-        live = np.flatnonzero(self._rows[: self._top, W_CELLS : W_CELLS + INLINE].any(1) | (self._rows[: self._top, W_MORE] > 0))
+        live = self._live_rows()
         assert len(live) == self.table.count, (len(live), self.table.count)
         assert self._top - self._freed_count == self.table.count, "rows leak"
-        owned = sorted(block for row in live.tolist() for block in self._chain_of(row))
-        assert owned == sorted(set(range(1, self._blocks_top)) - set(self._free_blocks)), "blocks leak"
+        self.cells.check(live)
 
     # -- inside ------------------------------------------------------------------------------------------------------------------------
 
@@ -315,26 +309,31 @@ class Directory:
         heat: F64 = self._reals[rows, W_HEAT] * np.exp2(-age / HALF_LIFE_SECONDS)
         return heat
 
-    def _rows_for(self, now: float, words: U64, spaces: U32) -> I64:
-        """Rows of these keys, made where there are none; -1 where there is no room."""
-        hashed = self.table.hashes(words, spaces)
-        rows = self.table.find(words, spaces, hashed)
-        new = np.flatnonzero(rows < 0)
-        if not len(new):
-            return rows
-        taken = self._take_rows(len(new))
-        self.left_out += len(new) - len(taken)
-        new = new[: len(taken)]
-        self._rows[taken] = 0
-        self.table.keys[taken] = words[new]
-        self._rows[taken, W_SPACE] = spaces[new]
-        self._reals[taken, W_SINCE] = now - self._start
-        rows[new] = self.table.insert(taken, hashed[new])
-        unused = taken[rows[new] != taken]
-        self.left_out += int(np.count_nonzero(rows[new] < 0))
-        self._rows[unused] = 0
-        self._give_rows(unused)
-        return rows
+    def _live_rows(self) -> I64:
+        """All rows that stand for a key: slow."""
+        return np.flatnonzero(self.cells.held(np.arange(self._top)))
+
+    def _enter(self, now: float, words: U64, spaces: U32, hashed: U64, bases: U32, bits: U32) -> int:
+        """Rows for keys that have none, with their first cell; how many that were."""
+        taken = self._take_rows(len(words))
+        if len(taken) < len(words):
+            self._left_out += len(words) - len(taken)
+            fit = slice(len(taken))
+            words, spaces, hashed, bases, bits = words[fit], spaces[fit], hashed[fit], bases[fit], bits[fit]
+        block = np.zeros((len(taken), ROW_WORDS), np.uint32)
+        block.view(np.uint64)[:, :4] = words
+        block[:, W_CELLS], block[:, W_SPACE] = bases | bits, spaces
+        block.view(np.float32)[:, W_SINCE] = now - self._start
+        self._whole[taken] = block.reshape(-1).view(self._whole.dtype)
+        stands = self.table.insert(taken, hashed)
+        lost = np.flatnonzero(stands != taken)
+        if not len(lost):
+            return len(taken)
+        self._rows[taken[lost]] = 0
+        self._give_rows(taken[lost])
+        again = lost[stands[lost] >= 0]  # an equal key was before it
+        self._left_out += len(lost) - len(again)
+        return len(taken) - len(lost) + self.cells.mark(stands[again], bases[again], bits[again])
 
     def _take_rows(self, count: int) -> I64:
         used = min(count, self._freed_count)
@@ -349,81 +348,18 @@ class Directory:
         self._freed[self._freed_count : self._freed_count + len(rows)] = rows
         self._freed_count += len(rows)
 
-    def _levels(self, rows: I64) -> Iterator[tuple[I64, U32]]:
-        """Cells of these rows: (which of the rows, their cells), the inline ones first, then block by block."""
-        at = np.arange(len(rows))
-        yield at, self._rows[rows, W_CELLS : W_CELLS + INLINE]
-        block = self._rows[rows, W_MORE]
-        while True:
-            more = block != 0
-            at, block = at[more], block[more]
-            if not len(at):
-                return
-            yield at, self._flat[self._block_at(block)[:, None] + _COLUMNS]
-            block = self._next_block[block]
-
-    def _block_at(self, block: U32) -> I64:
-        return self._cells_end + block.astype(np.int64) * BLOCK
-
-    def _cell(self, rows: I64, holder: int) -> tuple[I64, I64]:
-        """For each row the position of the holder's cell, and of a free one; -1 for none."""
-        found, free = np.full(len(rows), -1, np.int64), np.full(len(rows), -1, np.int64)
-        at, start, width = np.arange(len(rows)), rows * ROW_WORDS + W_CELLS, INLINE
-        block = self._rows[rows, W_MORE]
-        while len(at):
-            cells = self._flat[start[:, None] + _COLUMNS[:width]]
-            same, empty = cells >> 8 == holder, cells == 0
-            hit = same.any(1)
-            found[at[hit]] = (start + same.argmax(1))[hit]
-            spare = empty.any(1) & (free[at] < 0)
-            free[at[spare]] = (start + empty.argmax(1))[spare]
-            on = ~hit & (block != 0)
-            at, block = at[on], block[on]
-            start, width = self._block_at(block), BLOCK
-            block = self._next_block[block]
-        return found, free
-
-    def _new_block(self, row: int) -> int:
-        """A further block of this row; the position of its first cell, or -1 where there are no more."""
-        if self._free_blocks:
-            block = self._free_blocks.pop()
-        elif self._blocks_top <= self.blocks_max:
-            block, self._blocks_top = self._blocks_top, self._blocks_top + 1
+    def _forget_empty(self, rows: I64, places: I64 | None = None) -> None:
+        """Rows that nobody holds any more go. ``places`` of the table that lead to them; without, they are looked for."""
+        self.cells.clean_chains(rows)
+        empty = np.flatnonzero(~self.cells.held(rows))
+        empty = empty[self.cells.turns(rows[empty] * ROW_WORDS + W_COUNT)]  # each once
+        rows = rows[empty]
+        if places is None:
+            self.table.remove(rows)
         else:
-            self.left_out += 1
-            return -1
-        self._next_block[block] = self._rows[row, W_MORE]
-        self._rows[row, W_MORE] = block
-        return self._cells_end + block * BLOCK
-
-    def _chain_of(self, row: int) -> list[int]:
-        chain, block = [], int(self._rows[row, W_MORE])
-        while block:
-            chain.append(block)
-            block = int(self._next_block[block])
-        return chain
-
-    def _clean_chain(self, row: int) -> None:
-        """Cells that do not count go, and blocks that are empty then."""
-        kept = 0
-        for block in reversed(self._chain_of(row)):
-            start = self._cells_end + block * BLOCK
-            cells = self._flat[start : start + BLOCK]
-            cells[(cells != 0) & ~self.holders.counts(cells)] = 0
-            if cells.any():
-                self._next_block[block], kept = kept, block
-            else:
-                self._free_blocks.append(block)
-        self._rows[row, W_MORE] = kept
-
-    def _forget_empty(self, rows: I64) -> None:
-        """Rows (distinct) that nobody holds any more go."""
-        for row in rows[self._rows[rows, W_MORE] != 0].tolist():
-            self._clean_chain(row)
-        empty = rows[~self._rows[rows, W_CELLS : W_CELLS + INLINE].any(1) & (self._rows[rows, W_MORE] == 0)]
-        self.table.remove(empty)
-        self._rows[empty] = 0
-        self._give_rows(empty)
+            self.table.remove_at(places[empty])
+        self._used[rows] = 0
+        self._give_rows(rows)
 
 
 __all__ = ["Directory", "Locations", "Use"]

@@ -28,6 +28,7 @@ class Holders:
         self._strict: Mask = np.zeros(HOLDERS_MAX, bool)  # only the epochs from the settled one to the current one count
         self._settled: U8 = np.zeros(HOLDERS_MAX, np.uint8)
         self.epochs: U8 = np.zeros(HOLDERS_MAX, np.uint8)
+        self._waits: Mask = np.zeros(HOLDERS_MAX, bool)  # for the sweep: only cells of these can be void
         self._begun: U8 = np.zeros(HOLDERS_MAX, np.uint8)  # epochs since the last round that cleaned this holder
         self._free: list[int] = []
         self._top = 1
@@ -53,7 +54,7 @@ class Holders:
         """Its cells do not count any more; the number is free when the sweep has come round to where it is now."""
         assert self._live[holder], f"holder {holder} is not counted"
         self._live[holder] = False
-        self._until[holder] = (self._round + 1, self.position)
+        self._until[holder], self._waits[holder] = (self._round + 1, self.position), True
 
     def begin(self, holder: int) -> bool:
         """The next epoch; False if there were too many that were never settled and swept: drop it and take another."""
@@ -66,7 +67,7 @@ class Holders:
     def settle(self, holder: int) -> None:
         """Only the current epoch counts from now on, and those that are begun after it."""
         self._strict[holder], self._settled[holder] = True, self.epochs[holder]
-        self._until[holder] = (self._round + 1, self.position)
+        self._until[holder], self._waits[holder] = (self._round + 1, self.position), True
 
     def counts(self, cells: U32) -> Mask:
         """Which of these cells (none zero matters) count."""
@@ -77,6 +78,11 @@ class Holders:
             age = ((cells >> _U32(4)).astype(np.uint8) - settled) & 15
             good &= ~self._strict[holder] | (age <= ((self.epochs[holder] - settled) & 15))
         return good
+
+    def waits(self, cells: U32) -> Mask:
+        """Which of these cells are of holders that wait for the sweep: no others can be void."""
+        waits: Mask = self._waits.take(cells >> _U32(8))
+        return waits
 
     def counts_one(self, cell: int) -> bool:
         """`counts` of a single cell."""
@@ -96,6 +102,7 @@ class Holders:
         self._round += position == 0
         for holder in [holder for holder, until in self._until.items() if until <= (self._round, position)]:
             del self._until[holder]
+            self._waits[holder] = False
             if self._live[holder]:
                 self._strict[holder], self._begun[holder] = False, 0
             else:

@@ -1,17 +1,23 @@
 """Rows by (namespace, key): a hash table over rows that lie elsewhere, for tens of millions of keys and thousands a call.
 
-Theory of operation. A *bucket* has eight slots of 64 bits, one cache line: the high half is a tag of the key's hash, the low half a row
-plus one, zero is free. A key may lie in two buckets; an insert takes the emptier one and nothing is ever moved, so a removal is one store
-and leaves no tombstone. At 60 % load the fullest bucket of two choices is practically never full (the second choice leaves lnln n keys
-above the mean of 4.8); an insert that finds both full is told so and the key stays unknown, which a directory of hints may say.
+Theory of operation. A *bucket* has eight places. For each there is a tag, eight bits of the key's hash and never 0, and a row; a tag of 0
+is a free place. The tags of a bucket are one 64-bit word, so that all eight are compared at once, in a handful of passes over as many words
+as there are keys: a byte of (tags xor the wanted tag in each byte) that is zero is a candidate. A key may lie in two buckets; an insert
+takes the emptier one and nothing is ever moved, so a removal is one store and leaves no tombstone. At 60 % load the fullest bucket of two
+choices is practically never full (the second choice leaves lnln n keys above the mean of 4.8); an insert that finds both full is told so
+and the key stays unknown, which a directory of hints may say.
 
-A tag only leads to a candidate; the row's key and namespace decide. Of two rows with equal tags in one bucket (one in four billion pairs)
-each is looked at.
+A tag only leads to a candidate; the row's key and namespace decide. One key in 25 has a candidate that is not it, which costs a further
+round of those few.
+
+Rows that want the same free place at the same time all write their number there; the one that can be read back has it, the others look
+again. So an insert sorts nothing, and equal keys of one batch meet, since they want the same place as long as none of them has it.
 
 One process, no sharing, no readers beside the writer: unlike `umbp.store.index`, which this is not for that reason, and because its rows
 are shared memory of 64 bytes with versions.
 
-Cost: 13 bytes a key at the full load. 2,200 keys of 10 M take about 0.4 ms, nearly all of it cache misses.
+Cost: 8.3 bytes a key at the full load. 2,200 keys of 10 M take about 0.2 ms, nearly all of it cache misses: two words of tags, which are
+few enough for a large cache, a row number and a row.
 """
 
 from __future__ import annotations
@@ -19,27 +25,33 @@ from __future__ import annotations
 import numpy as np
 
 from umbp.store.index import hashes
-from umbp.types import I64, U32, U64
+from umbp.types import I64, U8, U32, U64, Mask
 
 SLOTS = 8
 LOAD = 0.6
-ROUNDS_MAX = 64  # of inserts that want the same slot: each round settles at least one of each bucket's contenders
+ROUNDS_MAX = 64  # of inserts that want the same place: each round settles at least one of each bucket's contenders
 
 _U = np.uint64
+_1, _3, _32, _56 = _U(1), _U(3), _U(32), _U(56)
 _LOW = _U(0xFFFF_FFFF)
-_32 = _U(32)
 _SECOND = _U(0x9E37_79B9_7F4A_7C15)
+_EACH = _U(0x0101_0101_0101_0101)
+_LOW_BITS = _U(0x7F7F_7F7F_7F7F_7F7F)
 
 
 class KeyTable:
-    """Finds rows. ``keys`` (rows, 4) uint64 and ``spaces`` (rows,) uint32 are the caller's, who writes them before `insert`."""
+    """Finds rows. ``rows`` (n, words) uint32 are the caller's: the key first, its namespace at ``space_word``, written before `insert`."""
 
-    def __init__(self, keys: U64, spaces: U32, seed: int) -> None:
-        self.keys, self.spaces = keys, spaces
+    def __init__(self, rows: U32, space_word: int, seed: int) -> None:
+        self._rows, self._space_word = rows, space_word
+        self._words = rows.shape[1]
+        # A whole row in one load, as what has no meaning to NumPy: four times as fast as a row of words.
+        self._whole = rows.reshape(-1).view(np.dtype((np.void, self._words * 4)))
         self.seed = _U(seed)
-        self.buckets = max(2, int(len(keys) / (LOAD * SLOTS)) + 1)
-        self._slots: U64 = np.zeros((self.buckets, SLOTS), np.uint64)
-        self._flat = self._slots.reshape(-1)
+        self.buckets = max(2, int(len(rows) / (LOAD * SLOTS)) + 1)
+        self._tags: U64 = np.zeros(self.buckets, np.uint64)
+        self._tag: U8 = self._tags.view(np.uint8)
+        self._row: U32 = np.zeros(self.buckets * SLOTS, np.uint32)
         self.count = 0
 
     def __repr__(self) -> str:
@@ -49,101 +61,138 @@ class KeyTable:
         """Of (n, 4) key words in these namespaces."""
         return hashes(words, spaces.astype(np.uint64), self.seed)
 
-    def find(self, words: U64, spaces: U32, hashed: U64 | None = None) -> I64:
+    def find(self, words: U64, spaces: U32) -> I64:
         """Rows of (n, 4) key words, -1 where unknown."""
-        if hashed is None:
-            hashed = self.hashes(words, spaces)
-        rows = np.full(len(words), -1, np.int64)
-        self._look(rows, np.arange(len(words)), words, spaces, hashed, self._first(hashed))
-        left = np.flatnonzero(rows < 0)
-        if len(left):
-            self._look(rows, left, words, spaces, hashed, self._second(hashed[left]))
-        return rows
+        return self.probe(words, spaces, self.hashes(words, spaces))[0]
+
+    def probe(self, words: U64, spaces: U32, hashed: U64) -> tuple[I64, I64]:
+        """Rows of (n, 4) key words, -1 where unknown, and the places (for `remove_at`) that lead to them."""
+        count = len(words)
+        rows, places = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
+        first, second = self._first(hashed), self._second(hashed)
+        wanted = _tags(hashed) * _EACH
+        # Bit 7 of a byte: a candidate in the first bucket; bit 6: one in the second.
+        marks = _zero_bytes(self._tags.take(first) ^ wanted) | (_zero_bytes(self._tags.take(second) ^ wanted) >> _1)
+        left = np.flatnonzero(marks)
+        while len(left):
+            every = len(left) == count
+            mark = marks.take(left)
+            bits = np.bitwise_count(mark ^ (mark - _1)).astype(np.int64)  # the lowest mark's, and all below
+            place = np.where(bits & 1, second.take(left), first.take(left)) * SLOTS + ((bits - 1) >> 3)
+            row = self._row.take(place).astype(np.int64)
+            good = self._are(row, words if every else words.take(left, 0), spaces if every else spaces.take(left))
+            hit = left[good]
+            rows[hit], places[hit] = row[good], place[good]
+            mark &= mark - _1
+            again = np.flatnonzero(~good & (mark != 0))
+            left = left.take(again)
+            marks[left] = mark.take(again)
+        return rows, places
 
     def find_one(self, words: U64, space: int) -> int:
         """`find` of a single key, (1, 4) words."""
         key = words[0].tolist()
         hashed = int(self.hashes(words, np.array([space], np.uint32))[0])
-        tag = hashed >> 32
+        tag = max(1, hashed >> 56)
         for half in (hashed, hashed * int(_SECOND) >> 32):
-            slots: list[int] = self._slots[(half & 0xFFFF_FFFF) * self.buckets >> 32].tolist()
-            for slot in slots:
-                if slot and slot >> 32 == tag:
-                    row = (slot & 0xFFFF_FFFF) - 1
-                    if self.keys[row].tolist() == key and self.spaces[row] == space:
-                        return row
+            start = ((half & 0xFFFF_FFFF) * self.buckets >> 32) * SLOTS
+            tags = self._tag[start : start + SLOTS].tobytes()
+            at = tags.find(tag)
+            while at >= 0:
+                row = int(self._row[start + at])
+                if self._rows[row, :8].view(np.uint64).tolist() == key and self._rows[row, self._space_word] == space:
+                    return row
+                at = tags.find(tag, at + 1)
         return -1
 
     def insert(self, rows: I64, hashed: U64) -> I64:
-        """Enter rows of keys that are in none; the row that stands for each now: its own, an equal key's of this batch, or -1 (no slot)."""
+        """Enter distinct rows of new keys; what stands for each now: its own row, an equal key's of these, or -1 (no place)."""
         stands = np.full(len(rows), -1, np.int64)
         left = np.arange(len(rows))
-        values = (hashed >> _32 << _32) | (rows + 1).astype(np.uint64)
         for round_number in range(ROUNDS_MAX):
-            if round_number:  # somebody took the slot: perhaps the same key
-                found = self.find(self.keys[rows[left]], self.spaces[rows[left]], hashed[left])
+            if round_number:  # somebody took the place: perhaps the same key
+                found = self.probe(*self._keys_of(rows[left]), hashed[left])[0]
                 stands[left] = found
                 left = left[found < 0]
             if not len(left):
                 break
-            position, full = self._free_slot(hashed[left])
-            left, position = left[~full], position[~full]
-            self._flat[position] = values[left]
-            won = self._flat[position] == values[left]
-            stands[left[won]] = rows[left[won]]
-            self.count += int(np.count_nonzero(won))
+            place = self._free_place(hashed[left])
+            if len(full := np.flatnonzero(place < 0)):
+                left, place = np.delete(left, full), np.delete(place, full)
+            self._row[place] = rows[left]
+            won = self._row[place] == rows[left]
+            winners = left[won]
+            self._tag[place[won]] = _tags(hashed[winners])
+            stands[winners] = rows[winners]
+            self.count += len(winners)
             left = left[~won]
         return stands
+
+    def remove_at(self, places: I64) -> None:
+        """Take out what these distinct places lead to."""
+        self._tag[places] = 0
+        self.count -= len(places)
 
     def remove(self, rows: I64) -> None:
         """Take these distinct entered rows out; their keys must still be in place."""
         if not len(rows):
             return
-        hashed = self.hashes(self.keys[rows], self.spaces[rows])
-        values = (hashed >> _32 << _32) | (rows + 1).astype(np.uint64)
-        gone = np.zeros(len(rows), bool)
-        for buckets in (self._first(hashed), self._second(hashed)):
-            same = (self._slots[buckets] == values[:, None]) & ~gone[:, None]
-            hit = same.any(1)
-            self._slots[buckets[hit], same.argmax(1)[hit]] = 0
-            gone |= hit
-        assert gone.all(), "a row that was never entered"
-        self.count -= len(rows)
+        words, spaces = self._keys_of(rows)
+        found, places = self.probe(words, spaces, self.hashes(words, spaces))
+        assert np.array_equal(found, rows), "a row that was never entered"
+        self.remove_at(places)
 
     def check(self) -> None:
-        """Every slot leads to a row whose key leads back to it: slow."""
-        held = self._flat[self._flat != 0]
-        rows = ((held & _LOW) - _U(1)).astype(np.int64)
+        """Every place leads to a row whose key leads back to it: slow."""
+        places = np.flatnonzero(self._tag)
+        rows = self._row[places].astype(np.int64)
         assert len(rows) == self.count == len(np.unique(rows)), (len(rows), self.count)
-        assert np.array_equal(self.find(self.keys[rows], self.spaces[rows]), rows)
+        words, spaces = self._keys_of(rows)
+        found, at = self.probe(words, spaces, self.hashes(words, spaces))
+        assert np.array_equal(found, rows)
+        assert np.array_equal(at, places)
 
     # -- inside ------------------------------------------------------------------------------------------------------------------------
 
     def _first(self, hashed: U64) -> I64:
-        return ((hashed & _LOW) * _U(self.buckets) >> _32).astype(np.int64)
+        return ((hashed & _LOW) * _U(self.buckets) >> _32).view(np.int64)
 
     def _second(self, hashed: U64) -> I64:
-        return ((hashed * _SECOND >> _32) * _U(self.buckets) >> _32).astype(np.int64)
+        return ((hashed * _SECOND >> _32) * _U(self.buckets) >> _32).view(np.int64)
 
-    def _look(self, rows: I64, which: I64, words: U64, spaces: U32, hashed: U64, buckets: I64) -> None:
-        """Fill in ``rows[which]`` what these buckets hold."""
-        slots = self._slots[buckets]
-        same = (slots >> _32 == (hashed[which] >> _32)[:, None]) & (slots != 0)
-        at = np.flatnonzero(same.any(1))
-        while len(at):
-            column = same[at].argmax(1)
-            found = ((slots[at, column] & _LOW) - _U(1)).astype(np.int64)
-            item = which[at]
-            good = (self.keys[found] == words[item]).all(1) & (self.spaces[found] == spaces[item])
-            rows[item[good]] = found[good]
-            at, column = at[~good], column[~good]
-            same[at, column] = False
-            at = at[same[at].any(1)]
+    def _keys_of(self, rows: I64) -> tuple[U64, U32]:
+        whole = self._whole.take(rows).view(np.uint32).reshape(-1, self._words)
+        return np.ascontiguousarray(whole[:, :8]).view(np.uint64), whole[:, self._space_word]
 
-    def _free_slot(self, hashed: U64) -> tuple[I64, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
-        """A free position of the emptier bucket for each, and where there is none."""
+    def _are(self, rows: I64, words: U64, spaces: U32) -> Mask:
+        """Which rows are of these keys. By columns: inner loops of four words would cost more than the loads."""
+        whole = self._whole.take(rows)
+        have = whole.view(np.uint64).reshape(-1, self._words // 2)
+        same: Mask = whole.view(np.uint32).reshape(-1, self._words)[:, self._space_word] == spaces
+        for word in range(4):
+            same &= have[:, word] == words[:, word]
+        return same
+
+    def _free_place(self, hashed: U64) -> I64:
+        """A free place in the emptier bucket for each, -1 where there is none."""
         one, two = self._first(hashed), self._second(hashed)
-        free_one, free_two = self._slots[one] == 0, self._slots[two] == 0
-        second = free_two.sum(1) > free_one.sum(1)
-        free = np.where(second[:, None], free_two, free_one)
-        return np.where(second, two, one) * SLOTS + free.argmax(1), ~free.any(1)
+        free_one, free_two = _zero_bytes(self._tags.take(one)), _zero_bytes(self._tags.take(two))
+        other = np.bitwise_count(free_two) > np.bitwise_count(free_one)
+        free = np.where(other, free_two, free_one)
+        lane = (np.bitwise_count(free ^ (free - _1)).astype(np.int64) - 1) >> 3
+        return np.where(free != 0, np.where(other, two, one) * SLOTS + lane, -1)
+
+
+def _tags(hashed: U64) -> U64:
+    """Eight bits, never 0. They are the ones that say least about the bucket."""
+    tags: U64 = np.maximum(hashed >> _56, _1)
+    return tags
+
+
+def _zero_bytes(words: U64) -> U64:
+    """Bit 7 of each byte that is zero, and no other bit: exact, since a candidate that is none could be a free place's row of before."""
+    some = (words & _LOW_BITS) + _LOW_BITS
+    some |= words
+    some |= _LOW_BITS
+    zero: U64 = ~some
+    return zero

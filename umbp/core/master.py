@@ -206,17 +206,9 @@ class Master:
         return member, "apply"
 
     def apply(self, now: float, member: Member, words: U64, spaces: U32, tiers: U8, present: U8) -> None:
-        """A slice of a bundle: keys in these tiers, held from now on or not any more. A key stands once a tier."""
-        for tier in np.unique(tiers).tolist():
-            of_tier = tiers == tier
-            for here in (False, True):
-                which = np.flatnonzero(of_tier & ((present != 0) == here))
-                if not len(which):
-                    continue
-                if here:
-                    self.directory.add(now, words[which], spaces[which], member.holder, tier)
-                else:
-                    self.directory.remove(words[which], spaces[which], member.holder, tier)
+        """A slice of a bundle: keys in these tiers, held from now on or not any more."""
+        holders = np.full(len(words), member.holder, np.uint32)
+        self.directory.change(now, words, spaces, holders, tiers, present != 0)
         self.counts.events += len(words)
 
     def applied(self, member: Member, number: int) -> None:

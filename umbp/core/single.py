@@ -7,7 +7,7 @@ the question the general way. Cost: 35 us instead of 200.
 
 from __future__ import annotations
 
-from umbp.core.directory import INLINE, W_CELLS, W_MORE
+from umbp.core.cells import INLINE, W_CELLS, W_MORE
 from umbp.core.master import Master
 from umbp.core.membership import Member
 from umbp.core.plans import NOTHING, Plan, Run, Source
