@@ -162,9 +162,10 @@ class Unpin(Message, frozen=True, tag="unpin"):
 
 
 class TakeScratch(Message, frozen=True, tag="scratch"):
-    """A piece of the segment for this session's own use."""
+    """A piece of the segment for this session's own use; ``claims``: for its claims (`umbp.core.claims`), of which there are none yet."""
 
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
+    claims: bool = False
 
 
 class GiveScratch(Message, frozen=True, tag="give_scratch"):

@@ -25,6 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from umbp.core.allocator import Allocator, rounded
+from umbp.core.claims import Claims
 from umbp.core.outbox import Outbox
 from umbp.policies.base import EvictionPolicy, Inserted, Request
 from umbp.types import F64, I32, I64, U8, U64, Mask
@@ -65,6 +66,7 @@ class Table(Protocol):
     def withdraw(self, ids: I64) -> None: ...
     def unpublish(self, ids: I64) -> None: ...
     def forget(self, ids: I64) -> None: ...
+    def remember(self, ids: I64, versions: U64) -> None: ...
 
 
 @dataclass(slots=True)
@@ -121,6 +123,7 @@ class Objects:
         self.table = table
         self.allocator = allocator
         self.policy = policy
+        self.claims = Claims(n)  # what clients are about to lease: not evicted
         self.outbox = Outbox(table.entries)  # what a master has still to hear of
         self.fresh: deque[I64] | None = None  # commits that an SSD tier has still to see, where there is one
         self._untold: list[Inserted] = []  # commits that the policy has still to hear of, in order
@@ -211,10 +214,15 @@ class Objects:
                 self._move(part, state, FREE)
                 self._release(part)
 
-    def hide(self, ids: I64, *, evicted: bool) -> None:
-        """Make live objects invisible; their memory is given back now, or with their last lease. Pins on them end here."""
+    def hide(self, ids: I64, *, evicted: bool) -> int:
+        """Make live objects invisible; their memory is given back now, or with their last lease. Pins on them end here.
+
+        Returns how many went: of those that are ``evicted``, what is claimed stays.
+        """
+        if evicted and self.claims.areas and len(ids):
+            ids = self._unclaimed(ids)
         if not len(ids):
-            return
+            return 0
         known = self.row[ids] >= 0  # of the others everybody was told when their namespace was flushed
         self.outbox.went(ids if known.all() else ids[known])
         self.table.unpublish(ids)
@@ -232,6 +240,17 @@ class Objects:
         self._move(gone, LIVE, FREE)
         self.policy_now().on_removed(ids.astype(np.int32), evicted=evicted)
         self._release(gone)
+        return len(ids)
+
+    def _unclaimed(self, ids: I64) -> I64:
+        """Those of these objects that nobody claims, hidden from new claims; the others are as they were."""
+        versions = self.table.versions_of(ids)
+        self.table.forget(ids)
+        claimed = self.claims.among_hidden(ids)
+        if claimed is None or not claimed.any():
+            return ids
+        self.table.remember(ids[claimed], versions[claimed])
+        return ids[~claimed]
 
     def transfer(self, ids: I64, account: Account) -> None:
         """Count live objects as another account's, one of the same object size."""
@@ -401,3 +420,4 @@ class Objects:
         for account in self.accounts.values():
             assert account.live_keys == len(self.live_ids(account.row)), f"keys of row {account.row}"
         self.allocator.check()
+        self.claims.check()

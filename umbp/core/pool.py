@@ -383,6 +383,7 @@ class Pool:
     def connection_closed(self, session: int, *, gone: bool) -> bool:
         """The session's connection closed; with ``gone`` its process is dead. True if memory still waits for its writer."""
         self.leases.end_session(session)
+        self.objects.claims.end_session(session)
         for state in self.namespaces.values():
             state.sessions.pop(session, None)
         if gone:
@@ -401,6 +402,7 @@ class Pool:
     def tick(self, now: float) -> bool:
         """Let time pass: leases and reservations end, a slice of eviction and of flushed objects. True if there is more to do at once."""
         self.leases.expire(now)
+        self.objects.claims.expire(now)
         self.writes.expire(now)
         busy = False
         if self._doomed:

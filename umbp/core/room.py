@@ -4,7 +4,8 @@ Theory of operation. `make_room` returns memory for up to `count` objects of one
 It evicts in the policy's order, two passes: first without what was acknowledged in the last second (a page just put is not taken while
 anything else can go), then all that is neither leased nor pinned. If bytes suffice but lie scattered, or the victims are much smaller
 than the object, it evicts a *window*: the run of neighbours that costs the fewest bytes, near the policy's first victim if there is
-one there, else anywhere; in the same two passes. So a put is refused only if what is leased, pinned or being written leaves no room.
+one there, else anywhere; in the same two passes. So a put is refused only if what is leased, pinned, claimed
+(`umbp.core.claims`) or being written leaves no room.
 
 `evict_slice` works ahead of need, from the high watermark down to the low one, a bounded number of objects a call.
 
@@ -94,9 +95,9 @@ class Room:
         victims = self._choose(now, SLICE_KEYS, grace=True)
         enough = np.cumsum(objects.size[victims]) - objects.size[victims] < excess_bytes
         enough |= np.arange(len(victims)) < excess_keys
-        objects.hide(victims[enough], evicted=True)
+        gone = objects.hide(victims[enough], evicted=True)
         self._draining = bool(enough.any())
-        return int(np.count_nonzero(enough))
+        return gone
 
     def shrink(self, now: float, account: Account) -> int:
         """Evict a slice of a namespace that is above its quota; how many objects went."""
@@ -124,6 +125,7 @@ class Room:
         return self._victims(now, size_bytes, VICTIMS_MAX, row=row)
 
     def _eligible(self, now: float, *, grace: bool, row: int = -1) -> Eligibility:
+        self.objects.claims.refresh()
         return Eligibility(self.objects, now - GRACE_SECONDS if grace else np.inf, row)
 
     def _choose(self, now: float, count: int, *, grace: bool, row: int = -1) -> I64:
@@ -158,8 +160,10 @@ class Room:
             victims = self._victims(now, np.inf, keys - gone, row=row)
             if not len(victims):
                 break
-            self.objects.hide(victims, evicted=True)
-            gone += len(victims)
+            now_gone = self.objects.hide(victims, evicted=True)
+            gone += now_gone
+            if not now_gone:  # all of them were claimed meanwhile
+                break
         return gone
 
     def _free_some(self, now: float, size: int, count: int, taken: I64) -> bool:
@@ -182,8 +186,7 @@ class Room:
             if window is None:
                 return False
             victims = window
-        objects.hide(victims, evicted=True)
-        return True
+        return objects.hide(victims, evicted=True) > 0
 
     def _window(self, now: float, size: int, near: int, taken: I64) -> I64 | None:
         """The objects to evict for one run of ``size``: the cheapest window near an offset, else anywhere. None if there is no window."""
@@ -227,7 +230,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Eligibility:
-    """Which ids may be evicted: live, neither leased nor pinned, acknowledged before a time, and of a namespace if one is named."""
+    """Which ids may be evicted: live, not leased, pinned or claimed, acknowledged before a time, and of a namespace if one is named."""
 
     objects: Objects
     acknowledged_before: float
@@ -236,6 +239,8 @@ class Eligibility:
     def __call__(self, ids: I32 | I64 | slice) -> Mask:
         objects = self.objects
         mask: Mask = (objects.state[ids] == LIVE) & (objects.leases[ids] == 0) & (objects.pins[ids] == 0)
+        if (claimed := objects.claims.among(ids)) is not None:
+            mask &= ~claimed
         if self.row >= 0:
             mask &= objects.row[ids] == self.row
         if np.isfinite(self.acknowledged_before):

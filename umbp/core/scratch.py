@@ -125,6 +125,7 @@ class Scratch:
 
     def _return(self, piece: Piece) -> None:
         piece.returned = True
+        self.objects.claims.end_piece(piece.session, piece.number)
         mine = self._by_session[piece.session]
         del mine[piece.number]
         if not mine:

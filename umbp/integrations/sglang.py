@@ -14,7 +14,8 @@ first, without waiting, and is found when it asks again: SGLang looks waiting re
 
 *Load* of an admitted request leases its pages in one call, before the engine relies on them. From then on none of them can be evicted. If
 one is gone already, a worker alone says no, and the engine computes the prompt as if it had never been found. Ranks of a group cannot say
-no one by one (they would disagree, and hang): there the load goes on and is reported as failed, as below.
+no one by one (they would disagree, and hang). So there a lookup *claims* what it finds, in shared memory and without a call: between the
+lookup and the lease nothing of it is evicted, and what a rank could not claim it has not found (`umbp.integrations.sglang_leases`).
 
 *Start* hands all requests of a batch to the loaders, one load a bundle, at most: a key that two requests want goes in a second load. The
 forward waits layer by layer, where SGLang's pools ask for it (`umbp.integrations.sglang_loads`): for the bytes on a CPU, by its stream on a
@@ -22,7 +23,8 @@ GPU. In a group each page is read from the segment by one rank; ranks need not a
 event at all.
 
 *Finish* waits until nothing writes to any slot of the batch, and says whether every page arrived. If not, SGLang ends the requests of that
-batch with a 503, and nothing of them enters the tree: what can still get there is a pool that dies during a load, or a deadline.
+batch with a 503, and nothing of them enters the tree: what can still get there is a pool that dies or stops, a deadline, and, for ranks
+with peers, pages that somebody removes or flushes in just that moment.
 
 *Offload*: see `umbp.integrations.sglang_offloads`.
 """
@@ -39,6 +41,7 @@ from typing import Any
 import numpy as np
 
 from umbp.client import Namespace, connect
+from umbp.client.link import Look
 from umbp.errors import UmbpError
 from umbp.integrations import versions
 from umbp.integrations.kv_events import Publisher, Residents
@@ -155,7 +158,8 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._started: dict[int, list[Wanted]] = {}
         self._known: OrderedDict[str, None] = OrderedDict()
         namespaces = [shelf.namespace for shelf in self.shelves]
-        self._leases = Leases(namespaces, wait_seconds=settings.protect_seconds, ahead_seconds=settings.hold_seconds)
+        self._claims = settings.protect == "load" and not place.alone
+        self._leases = Leases(namespaces, wait_seconds=settings.protect_seconds, ahead_seconds=settings.hold_seconds, claims=self._claims)
         self._prefetches = ThreadPoolExecutor(1, thread_name_prefix="umbp-prefetch")
         self._sent_for = 0
         self._old_pages = False  # of weights before the last reset, which could not be flushed: nothing is found
@@ -195,9 +199,12 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._count["lookups"] += 1
         self._count["pages_asked"] += len(keys)
         ahead = self._leases.known(rid, keys) if self.settings.protect == "lookup" else None
-        hits = self._hits(rid, keys, windows) if ahead is None else ahead
-        found = self._ends(hits, windows)
-        if self.settings.protect == "lookup" and ahead is None and found:
+        looks = self._looks(rid, keys, windows) if ahead is None else None
+        hits = {number: look.found.hit for number, look in looks.items()} if looks is not None else ahead or {}
+        found = self._ends(hits, windows) if hits else []
+        if looks and found and self._claims:
+            found = self._ends(self._leases.claim(rid, looks, found[-1]), windows)
+        elif looks and found and self.settings.protect == "lookup":
             found = self._ends(self._leases.promise(rid, keys[: found[-1]], hits), windows)
         self._count["pages_found"] += found[-1] if found else 0
         if found and first and self._residents is not None:
@@ -210,24 +217,21 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         ends = [windows_that_are_whole(hits[number][:pages], window) for number, window in windows.items()] if pages else []
         return (np.flatnonzero(np.logical_and.reduce(ends)) + 1).tolist() if ends else list(range(1, pages + 1))
 
-    def _hits(self, rid: str, keys: U8, windows: dict[int, int]) -> dict[int, Mask]:
-        """Shelf -> which pages are there, of windows and states as far as KV is."""
-        first = rid not in self._known
-        hits: dict[int, Mask] = {}
+    def _looks(self, rid: str, keys: U8, windows: dict[int, int]) -> dict[int, Look]:
+        """Shelf -> a probe of the index, for windows and states as far as KV is there. Nothing if there is no pool to ask."""
+        looks: dict[int, Look] = {}
         pages = len(keys)
+        first = rid not in self._known
         for number, shelf in enumerate(self.shelves):
-            part = keys[:pages]
-            if first and number == 0:  # once a request its keys go to the access history
-                starts = range(0, len(part), KEYS_PER_CALL_MAX)
-                hits[number] = np.concatenate([shelf.namespace.lookup(part[start : start + KEYS_PER_CALL_MAX]) for start in starts])
-            else:
-                look = shelf.namespace.operations.look(part)
-                hits[number] = np.zeros(len(part), bool) if look is None else look.found.hit
+            look = shelf.namespace.operations.look(keys[:pages])
+            if look is None:
+                return {}
+            looks[number] = look
             if number not in self.windows:
-                pages = min(pages, leading(hits[number]))
+                pages = min(pages, leading(look.found.hit))
         if first:
-            self._hear_of(rid, keys, hits, windows)
-        return hits
+            self._hear_of(rid, keys, {number: look.found.hit for number, look in looks.items()}, windows)
+        return looks
 
     def _hear_of(self, rid: str, keys: U8, hits: dict[int, Mask], windows: dict[int, int]) -> None:
         """The first time that a request asks: the order of its pages is remembered, and what is elsewhere is sent for."""
@@ -235,6 +239,9 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         while len(self._known) > REQUESTS_REMEMBERED_MAX:
             self._known.popitem(last=False)
         self._asked.append(keys)
+        for start in range(0, len(keys), KEYS_PER_CALL_MAX):  # once a request its keys go to the access history
+            self.shelves[0].namespace.operations.note(keys[start : start + KEYS_PER_CALL_MAX])
+        self._pool.noted()
         for number, shelf in enumerate(self.shelves):
             if self.settings.prefetch and shelf.namespace.operations.may_fetch:
                 absent = np.ones(len(keys), bool)
@@ -294,6 +301,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
             wanted.held = held
             return True
         wanted.held = self._leases.ask(keys)
+        self._leases.keep_claim(rid, wanted.held)
         return not self.place.alone or (self._leases.answered(wanted.held) and wanted.held.whole())
 
     def cancel_queued_load(self, rid: str) -> bool:
@@ -307,6 +315,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
     def start_layer_wise_loading(self) -> int:
         """Start all queued loads; the batch's number, or -1 if there are none."""
         self._leases.sweep()
+        self._leases.end_claims()
         if not self._queued:
             return -1
         batch, self._queued = list(self._queued.values()), {}
@@ -431,6 +440,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         every = [*self._queued.values(), *(wanted for batch in self._started.values() for wanted in batch)]
         self._leases.release(*(wanted.held for wanted in every))
         self._leases.clear()
+        self._leases.end_claims()
         self._queued.clear()
         self._started.clear()
         self._offloads.reset()

@@ -1,10 +1,12 @@
 """Leases for SGLang's requests: asked for in a thread, waited for a bounded time, released without anyone waiting.
 
-Two moments to lease are worth having. *At load* (the default) a request is admitted and its pages are leased in one call; a worker alone
-that does not get all of them computes instead. Ranks with peers cannot say no one by one, so a page that went between lookup and load fails
-their batch. *At lookup* the pages are leased before a length is promised: SGLang reduces the lengths over its ranks, so what they agree on
-is leased on each of them, and a load can only fail with the pool. It costs one call per request that finds something, in the lookup; the
-leases are kept `ahead` for the load, for a bounded time and number of requests.
+A request is looked up, then loaded; its pages are leased in one call when the load is queued. A worker alone waits for the answer, and
+computes what it does not get. Ranks with peers cannot say no one by one, and nothing of what they agreed on may go in between. So what a
+lookup finds is protected before SGLang reduces the lengths over its ranks, in one of two ways (``protect``):
+
+*load* (the default): it is claimed (`umbp.client.claims`), in shared memory and without a call, until the lease of the load is granted.
+*lookup*: it is leased, for one call per request that finds something; the leases are kept `ahead` for the load, for a bounded time and
+number of requests. A pool that does not answer then finds nothing, where it would fail a load that relied on a claim.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from umbp.client import Lease, Namespace
+from umbp.client.claims import Claims
+from umbp.client.link import Look
+from umbp.errors import UmbpError
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.types import U8, Mask
 
 log = logging.getLogger("umbp.integrations.sglang")
 AHEAD_REQUESTS_MAX = 256
+ENTER_SECONDS = 1.0  # between two tries to have a place for claims
 SILENT_SECONDS = 1.0  # after a pool was silent: a scheduler with a hundred requests must not wait for each of them
 
 
@@ -76,15 +82,20 @@ class Ahead:
 
 
 class Leases:
-    """The leases of one worker. ``namespaces``: one a shelf."""
+    """The leases of one worker. ``namespaces``: one a shelf. ``claims``: whether what is looked up is claimed."""
 
-    def __init__(self, namespaces: Sequence[Namespace], *, wait_seconds: float, ahead_seconds: float) -> None:
+    def __init__(self, namespaces: Sequence[Namespace], *, wait_seconds: float, ahead_seconds: float, claims: bool = False) -> None:
         self._namespaces = namespaces
+        self._claims = Claims(namespaces[0].operations.link) if claims else None
+        self._entering: Future[None] | None = None
         self._wait_seconds = wait_seconds
         self._ahead_seconds = ahead_seconds
         self._silent_until = 0.0
         self._ahead: OrderedDict[str, Ahead] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="umbp-lease")  # one, so that a release comes after what it releases
+        self._enter_at = 0.0
+        if self._claims is not None:
+            self._enter(self._claims)
 
     def __repr__(self) -> str:
         return f"<Leases of {len(self._ahead)} requests ahead of their loads>"
@@ -111,6 +122,47 @@ class Leases:
         if gone:
             with contextlib.suppress(RuntimeError):  # after `close`: the leases go with the connection
                 self._thread.submit(self._release, gone)
+
+    # -- claims ------------------------------------------------------------------------------------------------------------------------
+
+    def claim(self, rid: str, looks: dict[int, Look], pages: int) -> dict[int, Mask]:
+        """Claim what was hit of the first ``pages`` of a prompt; what is claimed of it. Nothing while there is no place for claims.
+
+        Of more than there is room for, the first ones.
+        """
+        claims = self._claims
+        assert claims is not None
+        if not claims.ready and time.monotonic() > self._enter_at and (self._entering is None or self._entering.done()):
+            self._entering = self._thread.submit(self._enter, claims)
+        pages = min(pages, claims.pages_max // len(looks))
+        which = {number: np.flatnonzero(look.found.hit[:pages]) for number, look in looks.items()}
+        ids = np.concatenate([look.found.ids[which[number]] for number, look in looks.items()])
+        versions = np.concatenate([look.found.versions[which[number]] for number, look in looks.items()])
+        bonds = {id(look.bond): look.bond for look in looks.values()}
+        there = claims.claim(rid, next(iter(bonds.values())), ids, versions) if len(bonds) == 1 else np.zeros(len(ids), bool)
+        masks, start = {}, 0
+        for number, places in which.items():
+            masks[number] = np.zeros(pages, bool)
+            masks[number][places] = there[start : start + len(places)]
+            start += len(places)
+        return masks
+
+    def keep_claim(self, rid: str, held: Held) -> None:
+        """What was claimed for this request stays until its lease is answered."""
+        if self._claims is not None and (answer := held.answer) is not None:
+            self._claims.need(rid, lambda: not answer.done())
+
+    def end_claims(self) -> None:
+        """A batch is built: what was looked up and not loaded is claimed no more."""
+        if self._claims is not None:
+            self._claims.let_go()
+
+    def _enter(self, claims: Claims) -> None:
+        self._enter_at = time.monotonic() + ENTER_SECONDS
+        try:
+            self._namespaces[0].run(claims.enter())
+        except UmbpError as error:
+            log.warning("pages cannot be claimed, and so none are found for ranks with peers: %s", error)
 
     # -- ahead of loads ----------------------------------------------------------------------------------------------------------------
 

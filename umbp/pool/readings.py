@@ -64,6 +64,7 @@ REQUESTS = _counter("umbp_requests_noted_total", "Requests whose key lists clien
 LOOKUPS = _counter("umbp_lookups_total", "Keys of those requests.")
 HITS = _counter("umbp_hits_total", "Keys of those requests that were stored.")
 SUMS = _counter("umbp_checksums_total", "Checksums made by the pool.")
+CLAIMED = _counter("umbp_claimed_victims_total", "Pages that were to be evicted and were kept, as a client was about to lease them.")
 LOST = _counter("umbp_leases_lost_total", "Leases that ended by their time limit.")
 EXPIRED = _counter("umbp_reservations_expired_total", "Reservations that ended by their time limit.")
 
@@ -155,6 +156,7 @@ def _counters(pool: Pool) -> Iterator[Reading]:
     yield Reading(HITS, counters.hits)
     yield Reading(SUMS, counters.sums)
     yield Reading(LOST, pool.leases.lost)
+    yield Reading(CLAIMED, pool.objects.claims.kept)
     yield Reading(EXPIRED, pool.writes.expired)
 
 

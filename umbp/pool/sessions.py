@@ -27,6 +27,7 @@ from umbp.core.fetches import Ticket
 from umbp.errors import NotFound, ProtocolError, UmbpError
 from umbp.layout import Namespace
 from umbp.pool.owners import Owner, Owners, Server
+from umbp.store.memory import fence
 from umbp.types import I64, U8, U64, Mask, ReadStatus
 
 log = logging.getLogger("umbp.pool.sessions")
@@ -318,6 +319,9 @@ class Session(asyncio.Protocol):
     def scratch(self, message: wire.TakeScratch, blob: wire.Blob, now: float) -> bytes:
         blob.end()
         piece = self.server.pool.scratch.take(now, self.session, message.size_bytes)
+        if message.claims:
+            words = self.server.segment.words_at(piece.offset, piece.size_bytes)
+            self.server.pool.objects.claims.open(now, self.session, piece.number, words, fence)
         return wire.encode(wire.ScratchTaken(piece.number, piece.offset))
 
     def give_scratch(self, message: wire.GiveScratch, blob: wire.Blob, now: float) -> bytes:

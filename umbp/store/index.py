@@ -335,6 +335,10 @@ class IndexWriter(IndexReader):
         """Free entries that are in no bucket."""
         self.entries[ids, W_VERSION] = 0
 
+    def remember(self, ids: I64, versions: U64) -> None:
+        """Show entries again that were forgotten a moment ago, and given to nobody since."""
+        self.entries[ids, W_VERSION] = versions
+
     def rebuild(self, ids: I64) -> Mask:
         """Empty all buckets and enter these committed entries again: at re-attach, so that a crash between two stores cannot matter."""
         self.buckets[:] = 0

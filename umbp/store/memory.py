@@ -12,6 +12,7 @@ import ctypes
 import errno
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,6 +56,14 @@ class Mapping:
         self.array = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):
             self._map.close()
+
+
+def fence() -> None:
+    """A full fence: what this thread stored before is seen by others before anything that it loads afterwards was read.
+
+    x86 keeps all orders but this one. A fresh lock is taken by one locked instruction, which is such a fence, and waits for nobody.
+    """
+    threading.Lock().acquire(blocking=False)
 
 
 def populate(mapping: Mapping, *, write: bool, threads: int, progress: Callable[[int], None] | None = None) -> None:

@@ -212,6 +212,10 @@ class Segment:
         except FileNotFoundError:
             return False
 
+    def words_at(self, offset: int, size_bytes: int) -> U64:
+        """A part of the pages as words."""
+        return self.data.array[offset : offset + size_bytes // 8 * 8].view(np.uint64)
+
     def reader(self) -> IndexReader:
         """The index, to read."""
         return IndexReader(self.buckets, self.entries, self.words[H_MOVES : H_MOVES + 1], int(self.words[H_SEED]))

@@ -203,24 +203,28 @@ def test_pages_that_one_rank_loses_end_that_batch_on_all_ranks_and_no_other(serv
         group.end()
 
 
-@pytest.mark.parametrize("kind", ["mla", "mha", "swa"])
-def test_what_was_leased_at_lookup_is_there_at_load_whatever_is_evicted(kind: str) -> None:
-    options = {"tenant": "ahead", "protect": "lookup", "protect_seconds": 10.0, "hold_seconds": 60.0, "staging": "256KiB"}
-    with PoolProcess("--eviction", "lru", dram="8MiB") as pool, ranks(pool.socket, kind, 2, **options) as group:
+@pytest.mark.parametrize(
+    ("kind", "protect", "world"), [("mla", "load", 4), ("mha", "load", 4), ("swa", "load", 2), ("mla", "lookup", 2), ("swa", "lookup", 2)]
+)
+def test_what_was_looked_up_is_there_at_load_whatever_is_evicted(kind: str, protect: str, world: int) -> None:
+    options = {"tenant": "ahead", "protect": protect, "protect_seconds": 10.0, "hold_seconds": 60.0, "staging": "128KiB"}
+    with PoolProcess("--eviction", "lru", dram="8MiB") as pool, ranks(pool.socket, kind, world, **options) as group:
         group.ask("compute", pages=8)
         group.ask("compute", number=2, pages=8)
-        assert group.ask("match", pages=8) == [8, 8]
+        assert group.ask("match", pages=8) == [8] * world
+        with umbp.connect(pool.socket) as client:
+            leases = client.status()["leases"]
+        assert (leases > 0) == (protect == "lookup"), "claims are no leases, and no call"
         with umbp.connect(pool.socket) as client:
             namespace = client.namespace(model="another", page_tokens=64, layout=umbp.Layout.opaque(16 << 10))
             for start in range(0, 2000, 100):
                 namespace.put(np.random.default_rng(start).integers(0, 256, (100, 32), dtype=np.uint8), np.zeros((100, 16 << 10), np.uint8))
             assert client.status()["counters"]["evicted_keys"] > 1000
-        assert group.ask("match", number=2, pages=8) == [0, 0], "what nobody leased is gone"
-        assert group.ask("match", pages=8) == [8, 8]
         answers = group.ask("admit", pages=8)
         assert all(answer == {"loaded": 8, "ended": [], "good": True, "refused": 0} for answer in answers), answers
         with umbp.connect(pool.socket) as client:
             eventually(lambda: client.status()["leases"] == 0, "no lease is left")
+        assert group.ask("match", number=2, pages=8) == [0] * world, "what nobody looked up is gone"
         group.end()
 
 
