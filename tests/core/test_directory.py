@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from umbp.core import keytable
 from umbp.core.directory import Directory
 from umbp.core.holders import BEGUN_MAX, HOLDERS_MAX, Holders
 from umbp.core.keytable import KeyTable
@@ -299,10 +300,17 @@ class Model:
             named.difference_update(items)
 
 
-@settings(max_examples=300, deadline=None)
+@pytest.mark.parametrize("few", [0, keytable.FEW])  # none one by one, or all that are left over
+@settings(max_examples=200, deadline=None)
 @given(script=st.lists(steps, max_size=60))
 @example(script=[("begin", 0), ("add", 0, [0], 0, 2), ("settle", 0), ("begin", 0)])  # a second resync before the sweep came round
-def test_any_order_of_changes_gives_what_sets_would(script: list[Any]) -> None:
+def test_any_order_of_changes_gives_what_sets_would(few: int, script: list[Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keytable, "FEW", few)
+        apply_and_compare(script)
+
+
+def apply_and_compare(script: list[Any]) -> None:
     directory, model = made(128), Model()
     numbers = [directory.holders.take() for _ in range(6)]
     for verb, *arguments in script:

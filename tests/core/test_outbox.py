@@ -108,6 +108,20 @@ def test_a_large_flush_is_told_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> No
     assert box.overflow
 
 
+def test_what_went_is_told_before_what_came() -> None:
+    node = FakeNode()
+    row = node.namespace()
+    box = node.pool.objects.outbox
+    box.begin()
+    node.put(row, 1, 2)
+    node.pool.remove(row, np.frombuffer((1).to_bytes(32, "big") + (2).to_bytes(32, "big"), np.uint8).reshape(2, 32))
+    node.put(row, 3, 1)
+    changes = box.take(100, live(node).take)
+    keys = [int.from_bytes(words.tobytes(), "big") for words in changes.words]
+    assert set(zip(keys, changes.present.tolist(), strict=True)) == {(1, 0), (2, 0), (3, 1), (1, 1)}
+    assert changes.present.tolist() == sorted(changes.present.tolist())
+
+
 def test_the_last_word_of_a_key_and_tier_counts() -> None:
     box = outbox.Outbox(np.zeros((4, 8), np.uint64))
     box.begin()
@@ -118,8 +132,8 @@ def test_the_last_word_of_a_key_and_tier_counts() -> None:
     box.told(rows[1:], Tier.DRAM, present=True)
     changes = box.take(100, lambda ids: ids >= 0)
     assert list(zip(changes.words[:, 0].tolist(), changes.tiers.tolist(), changes.present.tolist(), strict=True)) == [
-        (2, 3, 1),
         (1, 3, 0),
+        (2, 3, 1),
         (2, 2, 1),
     ]
     assert set(changes.numbers.tolist()) == {7}

@@ -29,6 +29,7 @@ from umbp.types import I64, U8, U32, U64, Mask
 
 SLOTS = 8
 LOAD = 0.6
+FEW = 12  # keys that are cheaper one by one (3 us each) than as arrays (40 us a round)
 ROUNDS_MAX = 64  # of inserts that want the same place: each round settles at least one of each bucket's contenders
 
 _U = np.uint64
@@ -74,7 +75,7 @@ class KeyTable:
         # Bit 7 of a byte: a candidate in the first bucket; bit 6: one in the second.
         marks = _zero_bytes(self._tags.take(first) ^ wanted) | (_zero_bytes(self._tags.take(second) ^ wanted) >> _1)
         left = np.flatnonzero(marks)
-        while len(left):
+        while len(left) > FEW:
             every = len(left) == count
             mark = marks.take(left)
             bits = np.bitwise_count(mark ^ (mark - _1)).astype(np.int64)  # the lowest mark's, and all below
@@ -87,23 +88,13 @@ class KeyTable:
             again = np.flatnonzero(~good & (mark != 0))
             left = left.take(again)
             marks[left] = mark.take(again)
+        for at in left.tolist():
+            rows[at], places[at] = self._find_one(words[at].tobytes(), int(spaces[at]), int(hashed[at]))
         return rows, places
 
     def find_one(self, words: U64, space: int) -> int:
         """`find` of a single key, (1, 4) words."""
-        key = words[0].tolist()
-        hashed = int(self.hashes(words, np.array([space], np.uint32))[0])
-        tag = max(1, hashed >> 56)
-        for half in (hashed, hashed * int(_SECOND) >> 32):
-            start = ((half & 0xFFFF_FFFF) * self.buckets >> 32) * SLOTS
-            tags = self._tag[start : start + SLOTS].tobytes()
-            at = tags.find(tag)
-            while at >= 0:
-                row = int(self._row[start + at])
-                if self._rows[row, :8].view(np.uint64).tolist() == key and self._rows[row, self._space_word] == space:
-                    return row
-                at = tags.find(tag, at + 1)
-        return -1
+        return self._find_one(words.tobytes(), space, int(self.hashes(words, np.array([space], np.uint32))[0]))[0]
 
     def insert(self, rows: I64, hashed: U64) -> I64:
         """Enter distinct rows of new keys; what stands for each now: its own row, an equal key's of these, or -1 (no place)."""
@@ -114,8 +105,6 @@ class KeyTable:
                 found = self.probe(*self._keys_of(rows[left]), hashed[left])[0]
                 stands[left] = found
                 left = left[found < 0]
-            if not len(left):
-                break
             place = self._free_place(hashed[left])
             if len(full := np.flatnonzero(place < 0)):
                 left, place = np.delete(left, full), np.delete(place, full)
@@ -126,6 +115,10 @@ class KeyTable:
             stands[winners] = rows[winners]
             self.count += len(winners)
             left = left[~won]
+            if len(left) <= FEW:
+                for at in left.tolist():
+                    stands[at] = self._insert_one(int(rows[at]), int(hashed[at]))
+                break
         return stands
 
     def remove_at(self, places: I64) -> None:
@@ -159,6 +152,36 @@ class KeyTable:
 
     def _second(self, hashed: U64) -> I64:
         return ((hashed * _SECOND >> _32) * _U(self.buckets) >> _32).view(np.int64)
+
+    def _bucket_starts(self, hashed: int) -> list[int]:
+        """The first place of each of the two buckets."""
+        return [((half & 0xFFFF_FFFF) * self.buckets >> 32) * SLOTS for half in (hashed, hashed * int(_SECOND) >> 32)]
+
+    def _find_one(self, key: bytes, space: int, hashed: int) -> tuple[int, int]:
+        """Row and place, -1 if it is unknown."""
+        for start in self._bucket_starts(hashed):
+            tags = self._tag[start : start + SLOTS].tobytes()
+            at = tags.find(max(1, hashed >> 56))
+            while at >= 0:
+                row = int(self._row[start + at])
+                if self._rows[row, :8].tobytes() == key and self._rows[row, self._space_word] == space:
+                    return row, start + at
+                at = tags.find(max(1, hashed >> 56), at + 1)
+        return -1, -1
+
+    def _insert_one(self, row: int, hashed: int) -> int:
+        """`insert` of a single row."""
+        found, _ = self._find_one(self._rows[row, :8].tobytes(), int(self._rows[row, self._space_word]), hashed)
+        if found >= 0:
+            return found
+        tags = [(start, self._tag[start : start + SLOTS].tobytes()) for start in self._bucket_starts(hashed)]
+        start, best = max(tags, key=lambda one: one[1].count(0))
+        at = best.find(0)
+        if at < 0:
+            return -1
+        self._row[start + at], self._tag[start + at] = row, max(1, hashed >> 56)
+        self.count += 1
+        return row
 
     def _keys_of(self, rows: I64) -> tuple[U64, U32]:
         whole = self._whole.take(rows).view(np.uint32).reshape(-1, self._words)

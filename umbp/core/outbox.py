@@ -1,14 +1,16 @@
-"""What a pool has to tell a master: which keys came and went, per tier, in order, until somebody takes it away.
+"""What a pool has to tell a master: which keys came and went, per tier, until somebody takes it away.
 
 Theory of operation. The pool's state machine drops one entry per batch in here when objects become visible or invisible: nothing is looked
-up, so a put pays for one append. `take` makes the entries into one change per (namespace, key, tier), the last word of each. Keys that came
-are read from the index then: an entry that has gone meanwhile, or is another key's by now, has its own later word in here, so what is read
-is either still true or corrected by the same or the next `take`. Keys that went are copied when they go, since their entry is used again.
+up, so a put pays for one append. `take` gives a lot of them, first what went and then what came; a key that stands in both is held. So
+nothing of DRAM needs to be compared or sorted. Keys that came are read from the index when they are taken, and only where something is
+visible then: what is read is true at that moment, whatever else has happened to the entry. Keys that went are copied when they go, since
+their entry is used again; one that has come again since is told so after it, in the same `take` or the next. What other tiers tell (`told`)
+is copied either way, and of a key that is there with both words the last one is looked for.
 
 Bounded: `KEYS_MAX` keys. Beyond that all is forgotten and ``overflow`` is set: whoever tells the master must then send everything again. So
 is it after a flush of a large namespace, where that is cheaper than a million removals.
 
-Cost: 1 us a batch when it is put, a few passes over the keys when it is taken.
+Cost: 1 us a batch and 30 ns a key that goes when it is put; 50 ns a key when it is taken.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from umbp.types import I64, U8, U32, U64, Mask, Tier
+from umbp.store.index import W_PLACE
+from umbp.types import I64, KEY_BYTES, U8, U32, U64, Mask, Tier
 
 KEYS_MAX = 1 << 18
 FLUSH_KEYS_MAX = 1 << 15  # removals of one flush; more is an overflow
@@ -27,7 +30,7 @@ FLUSH_KEYS_MAX = 1 << 15  # removals of one flush; more is an overflow
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """One change a key and tier: ``words`` (n, 4), ``numbers`` (n,) of namespaces, ``sizes`` (n,) bytes, ``tiers``, ``present`` (n,)."""
+    """What went, then what came: ``words`` (n, 4), ``numbers`` (n,) of namespaces, ``sizes`` (n,) bytes, ``tiers``, ``present`` (n,)."""
 
     words: U64
     numbers: U32
@@ -38,18 +41,26 @@ class Changes:
     def __len__(self) -> int:
         return len(self.words)
 
-    def part(self, start: int, stop: int) -> Changes:
-        """Some of them."""
-        which = slice(start, stop)
-        return Changes(self.words[which], self.numbers[which], self.sizes[which], self.tiers[which], self.present[which])
+
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """Copied: ``words`` (n, 4), and ``places`` (n,) size << 32 | namespace number."""
+
+    words: U64
+    places: U64
+
+    def __len__(self) -> int:
+        return len(self.words)
 
 
 class Outbox:
     """``entries`` is the index: words 0 to 3 the key, word 4 size << 32 | namespace number."""
 
     def __init__(self, entries: U64) -> None:
-        self._entries = entries
-        self._batches: deque[tuple[I64 | U64, int, bool]] = deque()  # ids that came, or rows (n, 5) that went or came elsewhere; tier
+        # A key in one load, as what has no meaning to NumPy: twice as fast as a row of words.
+        self._words = np.ndarray((len(entries),), np.dtype((np.void, KEY_BYTES)), entries, 0, entries.strides[:1])
+        self._places: U64 = entries[:, W_PLACE]
+        self._batches: deque[tuple[I64 | _Keys, Tier, bool]] = deque()  # ids that came, or keys; tier; whether they came
         self.keys = 0
         self.overflow = True  # nobody has been told anything
 
@@ -64,12 +75,12 @@ class Outbox:
     def went(self, ids: I64) -> None:
         """These entries of DRAM are about to be invisible."""
         if not self.overflow and self._room(len(ids)):
-            self._batches.append((self._entries[ids, :5], Tier.DRAM, False))
+            self._batches.append((self._keys(ids), Tier.DRAM, False))
 
     def told(self, rows: U64, tier: Tier, *, present: bool) -> None:
         """Keys came or went in another tier: (n, 5) words, the key and size << 32 | namespace number."""
         if not self.overflow and self._room(len(rows)):
-            self._batches.append((rows, tier, present))
+            self._batches.append((_Keys(np.ascontiguousarray(rows[:, :4]), rows[:, 4].copy()), tier, present))
 
     def flushed(self, ids: I64) -> None:
         """All of a namespace is about to go: its keys may come again before these entries are cleaned up."""
@@ -89,27 +100,26 @@ class Outbox:
         self.keys, self.overflow = 0, False
 
     def take(self, keys_max: int, live: Callable[[I64], Mask]) -> Changes:
-        """The oldest changes, about ``keys_max`` at most, as one each. ``live``: which of these ids are visible now."""
-        rows: list[U64] = []
-        tiers, present, count, came_only = [], [], 0, True
+        """The oldest changes, about ``keys_max`` at most. ``live``: which of these ids are visible now."""
+        came: list[I64] = []
+        copied: dict[Tier, list[tuple[_Keys, bool]]] = {}
+        count = 0
         while self._batches and (not count or count + len(self._batches[0][0]) <= keys_max):
             what, tier, here = self._batches.popleft()
-            self.keys -= len(what)
-            if what.ndim == 1:
-                ids = what.astype(np.int64)
-                what = self._entries[ids[live(ids)], :5]
-            else:
-                came_only = False
-            rows.append(what.astype(np.uint64))
             count += len(what)
-            tiers.append(np.full(len(what), tier, np.uint8))
-            present.append(np.full(len(what), here, np.uint8))
-        if not rows:
-            none = np.empty(0, np.uint8)
-            return Changes(np.empty((0, 4), np.uint64), np.empty(0, np.uint32), np.empty(0, np.int64), none, none)
-        if came_only:  # as long as nothing has gone, nothing has come twice: the sort is saved
-            return _changes(np.concatenate(rows), np.concatenate(tiers), np.concatenate(present))
-        return _last_words(np.concatenate(rows), np.concatenate(tiers), np.concatenate(present))
+            if isinstance(what, _Keys):
+                copied.setdefault(tier, []).append((what, here))
+            else:
+                came.append(what)
+        self.keys -= count
+        lots = [(keys, tier, here) for tier, words in copied.items() for keys, here in _last_words(words)]
+        if came:
+            ids = np.concatenate(came).astype(np.int64)
+            lots.append((self._keys(ids[live(ids)]), Tier.DRAM, True))
+        return _changes(sorted(lots, key=lambda lot: lot[2]))
+
+    def _keys(self, ids: I64) -> _Keys:
+        return _Keys(self._words[ids].view(np.uint64).reshape(-1, 4), self._places[ids])
 
     def _room(self, count: int) -> bool:
         if self.keys + count > KEYS_MAX:
@@ -119,16 +129,30 @@ class Outbox:
         return count > 0
 
 
-def _last_words(rows: U64, tiers: U8, present: U8) -> Changes:
-    """One change a (key, namespace, tier), the last of each, in the order of these."""
-    whole = np.concatenate([rows, tiers.astype(np.uint64)[:, None]], axis=1)
-    names = np.ascontiguousarray(whole[::-1]).view(np.dtype((np.void, whole.shape[1] * 8))).reshape(-1)
-    _, last = np.unique(names, return_index=True)
-    keep = np.sort(len(rows) - 1 - last)
-    return _changes(rows[keep], tiers[keep], present[keep])
+def _last_words(lots: list[tuple[_Keys, bool]]) -> list[tuple[_Keys, bool]]:
+    """What is left of the words of one tier, in their order, if only the last one of each key counts."""
+    if len({here for _, here in lots}) < 2:
+        return lots
+    words = np.concatenate([keys.words for keys, _ in lots])
+    places = np.concatenate([keys.places for keys, _ in lots])
+    present = np.concatenate([np.full(len(keys), here) for keys, here in lots])
+    whole = np.concatenate([words, places[:, None]], axis=1)
+    _, last = np.unique(whole[::-1].copy().view(np.dtype((np.void, whole.shape[1] * 8))).reshape(-1), return_index=True)
+    keep = np.sort(len(whole) - 1 - last)
+    kinds = [(keep[present[keep] == here], here) for here in (False, True)]
+    return [(_Keys(words[which], places[which]), here) for which, here in kinds]
 
 
-def _changes(rows: U64, tiers: U8, present: U8) -> Changes:
-    place = rows[:, 4]
-    numbers, sizes = (place & np.uint64(0xFFFF_FFFF)).astype(np.uint32), (place >> np.uint64(32)).astype(np.int64)
-    return Changes(np.ascontiguousarray(rows[:, :4]), numbers, sizes, tiers, present)
+def _changes(lots: list[tuple[_Keys, Tier, bool]]) -> Changes:
+    if not lots:
+        none = np.empty(0, np.uint8)
+        return Changes(np.empty((0, 4), np.uint64), np.empty(0, np.uint32), np.empty(0, np.int64), none, none)
+    places = np.concatenate([keys.places for keys, _, _ in lots])
+    counts = [len(keys) for keys, _, _ in lots]
+    return Changes(
+        np.concatenate([keys.words for keys, _, _ in lots]),
+        (places & np.uint64(0xFFFF_FFFF)).astype(np.uint32),
+        (places >> np.uint64(32)).astype(np.int64),
+        np.repeat(np.array([tier for _, tier, _ in lots], np.uint8), counts),
+        np.repeat(np.array([here for _, _, here in lots], np.uint8), counts),
+    )

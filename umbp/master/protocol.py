@@ -168,7 +168,8 @@ class Events(Message, frozen=True, tag="events"):
 
     ``identities``: the canonical text of namespaces (its sha256 is the digest) that this registration has not named before.
 
-    Arrays: keys u8[n, 32], tier u8[n], present u8[n] (1: it holds the key there now, 0: not any more). A key stands once a tier.
+    Arrays: keys u8[n, 32], tier u8[n], present u8[n] (1: it holds the key there now, 0: not any more).
+    In one namespace what went stands before what came: a key that stands in both is held.
     """
 
     registration: Number

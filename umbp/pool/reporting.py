@@ -319,27 +319,29 @@ class Reporter:
                 await asyncio.sleep(min(RETRY_SECONDS, self.heartbeat_seconds))
 
     def _told(self, changes: Changes) -> Iterator[Told]:
-        """Changes as bundles: keys of one namespace together."""
-        digests, numbers = self.pool.digests, changes.numbers
-        known = np.array([number in digests for number in numbers.tolist()], bool)
-        keep = np.flatnonzero(known)
-        order = keep[np.argsort(numbers[keep], kind="stable")]
-        kinds, starts = np.unique(numbers[order], return_index=True)
-        stops = np.append(starts[1:], len(order))
-        runs = [
-            (digests[number], int(changes.sizes[order[start]]), stop - start)
-            for number, start, stop in zip(kinds.tolist(), starts.tolist(), stops.tolist(), strict=True)
-        ]
-        at = 0
+        """Changes as bundles: keys of one namespace together, otherwise in their order."""
+        runs = list(self._runs(changes))
         for first in range(0, len(runs), say.SPACES_MAX):
-            group = runs[first : first + say.SPACES_MAX]
-            which = order[at : at + sum(count for _, _, count in group)]
-            at += len(which)
+            part = runs[first : first + say.SPACES_MAX]
+            which = part[0][1] if len(part) == 1 else np.concatenate([items for _, items in part])
+            group = [run for run, _ in part]
             new = {digest for digest, _, _ in group} - self._named
             self._named |= new
             states = [self.pool.by_digest[digest] for digest in new if digest in self.pool.by_digest]
             names = {state.digest: state.canonical for state in states}
             yield Told(changes.words[which], changes.tiers[which], changes.present[which], group, names)
+
+    def _runs(self, changes: Changes) -> Iterator[tuple[tuple[bytes, int, int], I64]]:
+        """Digest, object bytes and count of each namespace that is still open, and its items."""
+        order = np.arange(len(changes))
+        kinds, starts = changes.numbers[:1], order[:1]
+        if (changes.numbers != kinds).any():  # seldom: a sort for nothing costs more than all else here
+            order = np.argsort(changes.numbers, kind="stable")
+            kinds, starts = np.unique(changes.numbers[order], return_index=True)
+        stops = np.append(starts[1:], len(order))
+        for number, start, stop in zip(kinds.tolist(), starts.tolist(), stops.tolist(), strict=True):
+            if (digest := self.pool.digests.get(number)) is not None:
+                yield (digest, int(changes.sizes[order[start]]), stop - start), order[start:stop]
 
     def _pieces(self) -> Iterator[list[Told]]:
         """All that this pool holds, in parts, each as it is when it is asked for."""
