@@ -138,7 +138,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self._pool = connect(settings.pool, client=f"sglang tp{place.tp_rank} pp{place.pp_rank} cp{place.cp_rank}")
         self.shelves: list[Shelf] = []
         try:
-            name, near = place.neighbours(self._pool.boot)
+            name, near = place.neighbours(self._pool.boot, int(getattr(server_args, "nnodes", 1) or 1))
             for bundle in bundles(self.pool_group, params.page_size):
                 namespace = open_namespace(self._pool, bundle, settings, place, server_args, params.page_size)
                 small = bundle.source != PoolName.KV  # windows and states are a few pages: they are read alone

@@ -1,14 +1,17 @@
 """Where an SGLang worker stands: what the user configured, whose KV it holds, and with which other ranks it shares a pool.
 
-Ranks that hold the same KV form a group for loads and offloads if their pool is the same process. They agree on that once, when they start:
-each says which pool it is connected to (this machine's and the pool's boot id) and a random number; the lowest rank's number of each pool
-becomes the group's name. That is the only collective of the engine's that is ever entered, and all ranks start together. A pool that
-restarts keeps its groups' names.
+Ranks that hold the same KV and run on one node form a group for loads and offloads. Which ranks these are follows from SGLang's placement:
+the ranks of an engine are dealt to its nodes in order, the same number to each. The group's name must be this launch's alone, as another
+engine with the same model may use the same pool: it is a random number under a key of this group, node and pool in the store by which
+torch's process groups have found each other. The first rank to ask sets it. That is no collective: nobody waits for another rank, and none
+of the engine's communication is entered. A rank that is mistaken about others (another placement, another pool) is in a group that some
+never join, which costs exchange and no page. A pool that restarts keeps its groups' names.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +28,7 @@ from umbp.integrations.sglang_identity import revision_of
 from umbp.integrations.sglang_pools import Bundle
 from umbp.loader import Group
 
+log = logging.getLogger("umbp.integrations.sglang")
 SETTINGS_EXAMPLE = '{"pool": "/tmp/umbp-0/default.sock", "tenant": "team-a"}'
 RANGES = {
     "deadline_seconds": (0.01, 3600.0),
@@ -136,17 +140,23 @@ class Place:
         """Whether this is the one rank of an independent cache that speaks for it."""
         return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
-    def neighbours(self, boot: int) -> tuple[str, list[int]]:
-        """All ranks of the attention group call this once: a name that those with this pool share, and their ranks, ascending."""
-        machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
-        pool = int.from_bytes(hashlib.sha256(machine + boot.to_bytes(8, "little")).digest()[:7], "little")
-        mine = torch.tensor([pool, secrets.randbits(62)], dtype=torch.int64)
-        if self.cpu_group is None:
-            return f"sglang-{int(mine[1]):x}", [0]
-        found = [torch.zeros_like(mine) for _ in range(self.tp_size)]
-        torch.distributed.all_gather(found, mine, group=self.cpu_group)
-        near = [rank for rank, each in enumerate(found) if int(each[0]) == pool]
-        return f"sglang-{int(found[near[0]][1]):x}", near
+    def neighbours(self, boot: int, nodes: int) -> tuple[str, list[int]]:
+        """A name that the ranks of this attention group on this node share, and these ranks, ascending. ``nodes``: the engine's."""
+        alone = f"sglang-{secrets.token_hex(8)}", [self.tp_rank]
+        if self.cpu_group is None or self.tp_size == 1:
+            return alone
+        try:
+            ranks = torch.distributed.get_process_group_ranks(self.cpu_group)
+            a_node = max(1, torch.distributed.get_world_size() // max(1, nodes))
+            node = ranks[self.tp_rank] // a_node
+            machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+            pool = hashlib.sha256(machine + boot.to_bytes(8, "little")).hexdigest()[:16]
+            store = torch.distributed.distributed_c10d._get_default_store()
+            found = store.compare_set(f"umbp/{pool}/{node}/{'.'.join(map(str, ranks))}", "", secrets.token_hex(8))
+        except Exception as error:  # noqa: BLE001 - whatever torch's store says: it is no reason not to start
+            log.warning("ranks cannot meet, and load alone: %s", error)
+            return alone
+        return f"sglang-{bytes(found).decode()}", [rank for rank, each in enumerate(ranks) if each // a_node == node]
 
     def group(self, name: str, near: list[int], settings: Settings, staging_bytes: int) -> Group | None:
         """This rank's place in the group of those that share its pool; None if it is the only one."""

@@ -36,6 +36,7 @@ class Arguments:
     revision: str | None = "r1"
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
+    nnodes: int = 1
 
 
 @dataclass
@@ -102,6 +103,7 @@ class Engine:
         shift: int = 0,
         linker: Any = None,
         tree: dict[str, Any] | None = None,
+        nodes: int = 1,
         **extra: Any,
     ) -> None:
         self.waiting: Any = None  # a request that was matched and is not admitted yet
@@ -114,7 +116,7 @@ class Engine:
         settings = {"pool": socket, "staging": "1MiB", **extra}
         make = linker or create_unified_cache_linker
         self.linker = make(
-            Arguments(),
+            Arguments(nnodes=nodes),
             self.params,
             backend="dynamic",
             config={**CONFIG, "linker_extra_config": settings},

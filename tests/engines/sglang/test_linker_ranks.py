@@ -32,6 +32,8 @@ def work(child: Child, socket: str, kind: str, rank: int, world: int, store: str
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
         )
         group = torch.distributed.group.WORLD
+    child.say("met")
+    assert child.hear(60.0) == "go"
     with configured(), Engine(kind, socket, group=group, shift=rank * 3, **settings) as engine:
         child.say("here")
         while (told := child.hear(120.0))["do"] != "end":
@@ -93,6 +95,9 @@ def obey(engine: Engine, do: str, number: int = 1, pages: int = 8, seed: int = 7
         engine.cache.linker.layer_done_counter.set_consumer(index)
         engine.forward()
         return engine.cache.linker.finish_loads()
+    if do == "group":
+        made = engine.linker.shelves[0].loader.group
+        return made.name, made.rank, made.world
     if do == "statistics":
         found = engine.linker.shelves[0].loader.statistics()
         return {"own": found.own_bytes, "group": found.group_bytes, "received": found.received_bytes, "staged": found.staged_loads}
@@ -104,12 +109,17 @@ PATIENT = {"meet_seconds": 1.0, "patience_seconds": 20.0}
 
 
 class Ranks:
-    def __init__(self, socket: str, kind: str, world: int, way: str, settings: dict[str, Any]) -> None:
+    def __init__(self, socket: str, kind: str, world: int, way: str, settings: dict[str, Any], *, in_turn: bool) -> None:
         self.folder = tempfile.mkdtemp()
         arguments = [(socket, kind, rank, world, str(Path(self.folder) / "store"), way, settings) for rank in range(world)]
         self.children = [Child(work, *each) for each in arguments]
         for child in self.children:
-            assert child.hear(60.0) == "here"
+            assert child.hear(60.0) == "met"
+        for some in [[child] for child in self.children] if in_turn else [self.children]:
+            for child in some:
+                child.say("go")
+            for child in some:
+                assert child.hear(60.0) == "here"
 
     def ask(self, do: str, **what: Any) -> list[Any]:
         for child in self.children:
@@ -125,8 +135,8 @@ class Ranks:
 
 
 @contextmanager
-def ranks(socket: str, kind: str, world: int, way: str = "staged", **settings: Any) -> Iterator[Ranks]:
-    group = Ranks(socket, kind, world, way, {**PATIENT, **settings})
+def ranks(socket: str, kind: str, world: int, way: str = "staged", *, in_turn: bool = False, **settings: Any) -> Iterator[Ranks]:
+    group = Ranks(socket, kind, world, way, {**PATIENT, **settings}, in_turn=in_turn)
     try:
         yield group
     finally:
@@ -134,10 +144,10 @@ def ranks(socket: str, kind: str, world: int, way: str = "staged", **settings: A
             child.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind", ["mla", "dsa"])
+@pytest.mark.parametrize(("kind", "world"), [("mla", 2), ("mla", 4), ("dsa", 2)])
 def test_replicated_kv_is_one_copy_stored_and_read_once(server: PoolProcess, kind: str, world: int) -> None:
-    with ranks(server.socket, kind, world, tenant=f"one {kind} {world}") as group, umbp.connect(server.socket) as pool:
+    in_turn = kind == "mla"  # each linker is whole before the next one's rank begins to make its own: nobody waits for another
+    with ranks(server.socket, kind, world, in_turn=in_turn, tenant=f"one {kind} {world}") as group, umbp.connect(server.socket) as pool:
         before = pool.status()["keys"]
         taken = group.ask("compute", pages=16)
         assert pool.status()["keys"] == before + 16
@@ -166,9 +176,22 @@ def test_ranks_load_different_pages_without_agreeing(server: PoolProcess) -> Non
         group.end()
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v4", "mla+mamba", "swa"])
-def test_ranks_with_windows_and_states(server: PoolProcess, kind: str) -> None:
-    with ranks(server.socket, kind, 2, tenant=f"windows {kind}") as group:
+def test_ranks_of_two_nodes_are_two_groups_also_where_they_share_a_pool(server: PoolProcess) -> None:
+    with ranks(server.socket, "dsa", 4, tenant="nodes", nodes=2) as group, umbp.connect(server.socket) as pool:
+        names, places, worlds = zip(*group.ask("group"), strict=True)
+        assert (places, worlds) == ((0, 1, 0, 1), (2, 2, 2, 2))
+        assert names[0] == names[1] != names[2] == names[3]
+        before = pool.status()["keys"]
+        group.ask("compute", pages=8)
+        assert pool.status()["keys"] == before + 8, "one copy"
+        answers = group.ask("restore", pages=8)
+        assert all((each["loaded"], each["ended"], each["good"]) == (8, [], True) for each in answers), answers
+        group.end()
+
+
+@pytest.mark.parametrize(("kind", "world"), [("deepseek_v4", 4), ("mla+mamba", 2), ("swa", 4)])
+def test_ranks_with_windows_and_states(server: PoolProcess, kind: str, world: int) -> None:
+    with ranks(server.socket, kind, world, tenant=f"windows {kind}") as group:
         group.ask("compute", pages=8)
         answers = group.ask("restore", pages=8)
         assert all((each["loaded"], each["ended"], each["good"]) == (8, [], True) for each in answers), answers
@@ -176,10 +199,10 @@ def test_ranks_with_windows_and_states(server: PoolProcess, kind: str) -> None:
 
 
 def test_sharded_kv_is_each_ranks_own(server: PoolProcess) -> None:
-    with ranks(server.socket, "mha", 2, tenant="sharded") as group, umbp.connect(server.socket) as pool:
+    with ranks(server.socket, "mha", 4, tenant="sharded") as group, umbp.connect(server.socket) as pool:
         before = pool.status()["keys"]
         group.ask("compute", pages=8)
-        assert pool.status()["keys"] == before + 16
+        assert pool.status()["keys"] == before + 32
         answers = group.ask("restore", pages=8)
         assert all((each["loaded"], each["ended"], each["good"]) == (8, [], True) for each in answers), answers
         group.end()
