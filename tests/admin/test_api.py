@@ -63,6 +63,10 @@ async def reset(params: Item, body: Optional) -> Said:
     return Said(number=params.number, text=str(body.force))
 
 
+async def beat(params: Item, body: Optional) -> Said:
+    return Said(number=params.number, text="")
+
+
 async def fail(params: Item, body: Nothing) -> Said:
     raise [Boom("the secret inside"), LimitReached("full", field="pins"), SegmentError("bad magic")][params.number]
 
@@ -71,6 +75,7 @@ ENDPOINTS = [
     Endpoint("GET", "/v1/items/{number}", "Read", read, Said, Item),
     Endpoint("PUT", "/v1/items/{number}", "Paint", paint, Said, Item, Paint, also=(201,)),
     Endpoint("POST", "/v1/items/{number}/reset", "Reset", reset, Said, Item, Optional),
+    Endpoint("POST", "/v1/items/{number}/beat", "A machine says so, many times a second", beat, Said, Item, Optional, logged=False),
     Endpoint("GET", "/v1/fail/{number}", "Fail", fail, Said, Item),
 ]
 
@@ -212,6 +217,7 @@ async def test_what_changes_state_is_logged_with_who_and_what(caplog: pytest.Log
     with caplog.at_level(logging.INFO, "umbp.admin"):
         async with client() as c:
             await c.get("/v1/items/1")
+            await c.post("/v1/items/1/beat", json={})
             assert not [r for r in caplog.records if r.name == "umbp.admin"]
             await c.put("/v1/items/1?loud=1", json={"colour": "red"})
     (record,) = [r for r in caplog.records if r.name == "umbp.admin"]

@@ -20,7 +20,10 @@ GIB = 1 << 30
 
 
 def words(numbers: Iterable[int]) -> U64:
-    return np.array([[number, 2, 3, 4 + number] for number in numbers], np.uint64).reshape(-1, 4)
+    """Keys: the number, and three words that look like a digest's."""
+    first = np.array(list(numbers), np.uint64)
+    mixed = [(first + np.uint64(at)) * np.uint64(0x9E37_79B9_7F4A_7C15) for at in (1, 2, 3)]
+    return np.stack([first, *((word ^ word >> np.uint64(29)) * np.uint64(0xBF58_476D_1CE4_E5B9) for word in mixed)], axis=1)
 
 
 class Node:
@@ -89,7 +92,8 @@ class Node:
         member, verdict = master.expects_piece(now, self.name, self.registration, self.sweep, index, self.number)
         if verdict == "apply":
             keys, tiers = words(number for number, _ in part), np.array([tier for _, tier in part], np.uint8)
-            master.apply(now, member, keys, master.spaces([(DIGEST, PAGE_BYTES, len(keys))]), tiers, np.ones(len(keys), np.uint8))
+            spaces, ones = master.spaces([(DIGEST, PAGE_BYTES, len(keys))]), np.ones(len(keys), np.uint8)
+            master.apply(now, member, keys, spaces, tiers, ones, fresh=False)
             master.piece_applied(now, member, last=last)
         return verdict
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from tests.core.cluster import GIB, PAGE_BYTES, Cluster
+from tests.core.cluster import GIB, PAGE_BYTES, Cluster, words
+from umbp.core import advisor
 from umbp.core.advice import PER_NODE_MAX
 
 
@@ -114,6 +116,26 @@ def test_a_crowded_node_gives_to_a_roomy_one_where_the_policy_says_so() -> None:
     assert sum(len(advice.keys) for advice in cluster["b"].advice if advice.verb == "copy") == 20
 
 
+def test_a_promise_to_another_master_is_no_answer_to_this_one() -> None:
+    """A pool whose master died answers the next one: the numbers of two masters never meet, so no promise is taken for another."""
+    cluster = Cluster("a", "b")
+    a, b = cluster["a"].put(1), cluster["b"].put(1)
+    a.used = 9 * GIB
+    synced(cluster)
+    cluster.wait(1.0, a, b)
+    (promised,) = [advice.number for advice in b.advice]
+    cluster.restart_master()
+    for node in (a, b):
+        node.advice.clear()
+        node.join().resync()
+        node.beat()
+    cluster.wait(1.0, a, b)
+    assert [advice.verb for advice in b.advice] == ["hold"]
+    b.beat(held=[promised])
+    cluster.wait(1.0, a)
+    assert not a.advice
+
+
 def test_advice_that_nobody_takes_is_bounded() -> None:
     cluster = Cluster("a", "b", policies={"replication": "hot_prefixes"}, advice_bytes_per_second=100 * GIB)
     cluster["a"].put(*range(2000))
@@ -125,3 +147,82 @@ def test_advice_that_nobody_takes_is_bounded() -> None:
         cluster.master.tick(cluster.now)
     assert len(cluster.master.advisor.ledger.by_node["b"]) == PER_NODE_MAX
     cluster.master.check()
+
+
+# -- where copies go ---------------------------------------------------------------------------------------------------------------
+
+
+def copies(cluster: Cluster) -> dict[str, int]:
+    """Pages that each node is advised to copy."""
+    return {name: sum(len(one.keys) for one in node.advice if one.verb == "copy") for name, node in cluster.nodes.items()}
+
+
+@pytest.mark.parametrize("policy", ["local_first", "most_available", "same_node", "rendezvous", "weighted_random"])
+def test_copies_go_where_the_placement_policy_says(policy: str) -> None:
+    cluster = Cluster("a", "b", "c", "d", policies={"placement": policy}, advice_bytes_per_second=100 * GIB)
+    cluster["d"].used = int(9.5 * GIB)  # nearly full: no page is copied there
+    cluster["a"].put(*range(60))
+    synced(cluster)
+    cluster.master.drain(cluster.now, "a", on=True)
+    cluster.wait(2.0, *cluster.nodes.values())
+    got = copies(cluster)
+    assert got.pop("a") == got.pop("d") == 0
+    assert sum(got.values()) == 60
+    assert sorted(got.values())[0] == 0 if policy == "same_node" else min(got.values()) >= 15
+
+
+def test_new_pages_are_copied_to_the_node_that_the_policy_names_and_only_once() -> None:
+    cluster = Cluster("a", "b", "c", policies={"placement": "rendezvous"}, advice_bytes_per_second=100 * GIB)
+    synced(cluster)
+    cluster["a"].put(*range(60)).tell()
+    cluster.wait(2.0, *cluster.nodes.values())
+    got = copies(cluster)
+    assert got["a"] == 0
+    assert min(got["b"], got["c"]) >= 10
+    assert 10 <= 60 - got["b"] - got["c"] <= 30  # these stay where they are
+    for name in ("b", "c"):  # they come, and the master hears of it
+        node = cluster[name]
+        for advice in node.advice:
+            node.put(*(int(word) for word in advice.keys.view(np.uint64).reshape(-1, 4)[:, 0])).tell()
+        node.beat(done=[advice.number for advice in node.advice])
+    cluster.wait(5.0, *cluster.nodes.values())
+    assert copies(cluster) == got
+    cluster.master.check()
+
+
+def test_new_pages_stay_where_they_are_put_by_default_and_what_is_told_again_is_not_new() -> None:
+    cluster = Cluster("a", "b", advice_bytes_per_second=100 * GIB)
+    synced(cluster)
+    cluster["a"].put(*range(20)).tell()
+    cluster.wait(2.0, *cluster.nodes.values())
+    assert copies(cluster) == {"a": 0, "b": 0}
+    cluster.master.choices.swap("placement", "most_available")
+    cluster["a"].resync()
+    cluster.wait(2.0, *cluster.nodes.values())
+    assert copies(cluster) == {"a": 0, "b": 0}
+
+
+def test_new_pages_are_placed_within_the_bytes_a_second_and_too_many_are_left_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advisor, "ARRIVALS_MAX", 100)
+    cluster = Cluster("a", "b", policies={"placement": "rendezvous"}, advice_bytes_per_second=4 * PAGE_BYTES)
+    synced(cluster)
+    for start in range(0, 1000, 50):
+        cluster["a"].put(*range(start, start + 50)).tell()
+    cluster.wait(3.0, *cluster.nodes.values())
+    assert 4 <= copies(cluster)["b"] <= 16
+    cluster.wait(60.0, *cluster.nodes.values())
+    assert copies(cluster)["b"] <= 100
+
+
+def test_a_page_that_is_copied_by_advice_is_not_taken_for_one_that_is_asked_for() -> None:
+    cluster = Cluster("a", "b", policies={"placement": "rendezvous"}, advice_bytes_per_second=100 * GIB)
+    synced(cluster)
+    cluster["a"].put(*range(20)).tell()
+    cluster.wait(2.0, *cluster.nodes.values())
+    moving = [int(word) for advice in cluster["b"].advice for word in advice.keys.view(np.uint64).reshape(-1, 4)[:, 0]]
+    cluster.plan(moving, "b")
+    cluster.plan(moving[:1], "b")
+    heat = cluster.master.directory.use(cluster.now, cluster.master.directory.find(words(range(20)), 0)).heat
+    assert not heat.any()
+    cluster.plan(moving[:1], "c")
+    assert cluster.master.directory.use(cluster.now, cluster.master.directory.find(words(moving[:1]), 0)).heat.tolist() == [1.0]

@@ -336,6 +336,29 @@ def test_batches_of_one_moment_do_not_herd_on_the_emptiest_node() -> None:
     assert cluster.master.placement.debited("c") == chosen.count("c") << 28
 
 
+def test_one_page_alone_finds_a_place_and_the_next_ones_go_elsewhere() -> None:
+    cluster = Cluster("a", "b", "c")
+    chosen = [placed(cluster, 1)[0] for _ in range(30)]
+    assert {chosen.count(name) for name in "abc"} <= {8, 9, 10, 11, 12}
+
+
+def test_a_batch_may_go_to_one_node_but_not_all_batches() -> None:
+    cluster = Cluster("a", "b", "c")
+    cluster.master.choices.swap("placement", "same_node")
+    batches = [placed(cluster, 50) for _ in range(12)]
+    assert all(len(set(batch)) == 1 for batch in batches)
+    nodes = [batch[0] for batch in batches]
+    assert max(nodes.count(name) for name in "abc") <= 6
+
+
+def test_where_only_one_has_room_it_is_not_refused_for_fairness() -> None:
+    cluster = Cluster("a", "b", "c")
+    for name in "ab":
+        cluster[name].used = int(10.5 * GIB)  # even its turnover is spoken for
+        cluster[name].beat()
+    assert {name for _ in range(5) for name in placed(cluster, 10)} == {"c"}
+
+
 def test_a_newcomer_ramps_up() -> None:
     cluster = Cluster("a", "b", "c", "d")
     cluster.wait(100.0, *cluster.nodes.values())

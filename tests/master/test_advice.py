@@ -70,6 +70,24 @@ def test_a_hot_prefix_is_copied_to_another_node(master: MasterProcess) -> None:
             master.post("/v1/policies/replication", {"name": "none"}, "PUT")
 
 
+def test_new_pages_go_where_the_placement_policy_has_them(master: MasterProcess) -> None:
+    with master.pool() as a, master.pool() as b:
+        master.synced(a, b)
+        master.post("/v1/policies/placement", {"name": "rendezvous"}, "PUT")
+        try:
+            keys = put(a, *range(100, 140))
+            body = {"namespace": NAMESPACE, "keys": [bytes(key).hex() for key in keys], "requester": a.name, "dry_run": True}
+            placed = master.post("/v1/place", body)["nodes"]
+            assert {a.name, b.name} == set(placed)
+            for key, node in zip(keys, placed, strict=True):
+                until(lambda key=bytes(key), node=node: (node, "dram") in master.locations(key))
+            there = np.array([node == b.name for node in placed])
+            assert got(b, keys[there]) == [bytes([number]) * PAGE for number, yes in zip(range(100, 140), there, strict=True) if yes]
+            assert reported(b, "copied") == there.sum()
+        finally:
+            master.post("/v1/policies/placement", {"name": "local_first"}, "PUT")
+
+
 def test_what_only_a_drained_node_has_is_copied_away(master: MasterProcess) -> None:
     with master.pool() as a, master.pool() as b:
         master.synced(a, b)

@@ -87,6 +87,20 @@ def test_a_master_that_freezes_is_noticed_by_its_pools_within_two_heartbeats(sto
         until(lambda: one.locations(bytes(keys[0])) == {(a.name, "dram")})  # by the log, when it is back
 
 
+def test_what_the_active_master_advises_reaches_a_pool_that_speaks_to_another_one(store: RedisProcess) -> None:
+    shared = ("--store", store.url)
+    with MasterProcess(*shared) as one, MasterProcess(*shared) as two, of(two) as a, of(two) as b:
+        until(lambda: "this master is the active one" in one.log())
+        for master in (one, two):
+            master.synced(a, b)
+        one.post("/v1/policies/placement", {"name": "rendezvous"}, "PUT")
+        until(lambda: two.get("/v1/cluster")["policies"]["placement"] == "rendezvous")
+        keys = put(a, *range(51, 81))
+        until(lambda: any((b.name, "dram") in one.locations(bytes(key)) for key in keys))
+        assert one.get("/v1/cluster")["advice"]["copy"] > 0
+        assert two.get("/v1/cluster")["advice"]["copy"] == 0
+
+
 def test_masters_answer_without_the_store_and_know_all_again_when_it_comes_back_empty(store: RedisProcess) -> None:
     shared = ("--store", store.url)
     with ExitStack() as stack:

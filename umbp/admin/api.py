@@ -81,7 +81,7 @@ def _served(endpoint: Endpoint, metrics: Metrics) -> Callable[[web.Request], Awa
         params = _params(endpoint, request)
         raw = await _raw_body(request)
         body = _body(endpoint, request, raw)
-        if endpoint.changes_state:  # before it is done, so that what goes wrong half-way has been said too
+        if endpoint.changes_state and endpoint.logged:  # before it is done, so that what goes wrong half-way has been said too
             peer = peer_of(request)
             log.info("%s %s %s by %s", endpoint.method, quoted(request.raw_path), quoted(raw.decode("utf-8", "replace")), peer)
         started = time.monotonic()

@@ -66,6 +66,7 @@ class Endpoint:
     access: Access = "token"
     media_type: str = JSON
     also: tuple[int, ...] = ()
+    logged: bool = True  # where it changes state; not what machines say to each other many times a second
 
     def __post_init__(self) -> None:
         fields = {field.encode_name: field for field in msgspec.structs.fields(self.params)}

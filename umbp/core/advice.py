@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from umbp.types import U8
+import numpy as np
+
+from umbp.types import I64, U8, Mask
 
 PER_NODE_MAX = 8
 KEYS_MAX = 64
@@ -53,11 +55,11 @@ class Advice:
 class Ledger:
     """All advice that is out."""
 
-    def __init__(self, bytes_per_second: float) -> None:
+    def __init__(self, bytes_per_second: float, boot: int) -> None:
         self.bytes_per_second = bytes_per_second
         self._bytes = 0.0
         self._filled_at: float | None = None
-        self._numbers = 0
+        self._numbers = boot % (1 << 42) << 20  # a promise made to another master, or to an earlier life of this one, is no answer here
         self.by_number: dict[int, Advice] = {}
         self.by_node: dict[str, dict[int, Advice]] = {}
         self._rows: dict[int, int] = {}  # row -> number of the advice that it is part of
@@ -75,6 +77,11 @@ class Ledger:
     def can_give(self, node: str) -> bool:
         """Whether the node has not got as much as it may."""
         return len(self.by_node.get(node, ())) < PER_NODE_MAX
+
+    def brings(self, node: str, rows: I64) -> Mask:
+        """Which of these rows the node has been advised to copy: that it asks where they are is no use of them, (n,) bool."""
+        mine = {row for advice in self.by_node.get(node, {}).values() if advice.verb == COPY for row in advice.rows}
+        return np.array([row in mine for row in rows.tolist()], bool)
 
     def bytes_now(self, now: float) -> int:
         """Bytes that may be copied now."""

@@ -1,10 +1,14 @@
 """Looks through the directory, a slice at a time, for pages that should be copied, and for copies that need not be kept.
 
 Four questions of each slice of rows:
-    leaving    is it only on a node that is drained?                            -> copy to the node with the most room
-    hot        has it fewer copies than the replication policy wants?           -> copy to the node with the most room
+    leaving    is it only on a node that is drained?                            -> copy to another one
+    hot        has it fewer copies than the replication policy wants?           -> copy to another one
     crowded    does the rebalancing policy have this node give to another one?  -> copy from the one to the other
     spare      does the eviction policy let a copy on a nearly full node go?    -> hold at another one, then drop (`umbp.core.advice`)
+
+Which other one is the placement policy's choice, among those that are not nearly full. Where that policy is another than `LOCAL`, it is
+asked about new pages too (`arrived`), and they are copied to the node that it names, which then has the lasting copy. The writer's own,
+made in its node's memory before anybody was asked, is a spare one from then on, and the first to go when that node fills up.
 
 And one that nodes ask: of the pages that a nearly full node is about to let go, which does the eviction policy want kept (`judge`)?
 
@@ -13,6 +17,7 @@ Cost: a slice of `SLICE_ROWS` a tick, about 1 ms; 10 M keys are seen once a minu
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TypeAlias
 
 import numpy as np
@@ -21,22 +26,31 @@ from umbp.core.advice import KEYS_MAX, Ledger
 from umbp.core.choices import Choices
 from umbp.core.directory import Directory, Locations
 from umbp.core.membership import ALIVE, DRAINING, Member, Membership
+from umbp.core.placement import Placement
+from umbp.policies.base import PLACEMENT
 from umbp.policies.cluster import GO, EvictView, FillView, HotView
-from umbp.types import F64, I64, Mask, Tier
+from umbp.types import F64, I64, U64, Mask, Tier
 
 SLICE_ROWS = 4096
 NEARLY_FULL = 0.85
 HEAT_MIN = 1.0  # what is colder is never worth a copy
+LOCAL = "local_first"  # the placement policy that has new pages stay where they were put
+LOOKED_MAX = 8 * KEYS_MAX  # pages of a slice that are placed: more than nodes would be told of at a time
+ARRIVALS_MAX = 1 << 16  # new pages that wait for their place; the oldest stay where they are
+ARRIVALS_SECONDS = 0.2  # so that few advice carry many pages
 _Wishes: TypeAlias = dict[tuple[int, int], list[tuple[int, int]]]  # (source, taker) -> (row, bytes), by number of the node
 
 
 class Advisor:
     """Fills the ledger."""
 
-    def __init__(self, directory: Directory, membership: Membership, choices: Choices, bytes_per_second: float) -> None:
-        self.directory, self.membership, self.choices = directory, membership, choices
-        self.ledger = Ledger(bytes_per_second)
+    def __init__(self, directory: Directory, membership: Membership, choices: Choices, placement: Placement, ledger: Ledger) -> None:
+        self.directory, self.membership, self.choices, self.placement = directory, membership, choices, placement
+        self.ledger = ledger
         self._at = 0
+        self._arrivals: deque[tuple[str, I64]] = deque()  # node, rows
+        self._arrived = 0
+        self._placed_at = -ARRIVALS_SECONDS
 
     def __repr__(self) -> str:
         return f"<Advisor at row {self._at}, {self.ledger!r}>"
@@ -45,6 +59,7 @@ class Advisor:
         """The next slice."""
         self.ledger.expire(now)
         nodes = [member for member in self.membership.members.values() if member.usable(now) and member.synced]
+        self._place_arrivals(now, nodes)
         if len(nodes) < 2 or not self.directory.rows_end or not self._anything_to_ask(nodes):
             return
         self._at = self._at if self._at < self.directory.rows_end else 0
@@ -63,6 +78,14 @@ class Advisor:
         wanted = names["replication"] != "none" or names["rebalancing"] != "none"
         full = names["cluster_eviction"] != "none" and any(self._share(member) >= NEARLY_FULL for member in nodes)
         return wanted or full or any(member.state == DRAINING for member in nodes)
+
+    def arrived(self, node: str, rows: I64) -> None:
+        """Pages that were not there before have come to this node's memory; -1 for what the directory had no room for."""
+        if len(rows):
+            self._arrivals.append((node, rows))
+            self._arrived += len(rows)
+            while self._arrived > ARRIVALS_MAX:
+                self._arrived -= len(self._arrivals.popleft()[1])
 
     def judge(self, now: float, rows: I64) -> I64:
         """The eviction policy's word on pages that a node is about to let go, (n,): of rows of -1 there is none."""
@@ -102,13 +125,7 @@ class Advisor:
         if not leaving.any():
             return
         found = np.flatnonzero(holds.any(1) & ~(holds & ~leaving).any(1))
-        found = found[np.argsort(-heat[found], kind="stable")]
-        wishes: _Wishes = {}
-        for at, size in zip(found.tolist(), self._sizes(rows[found]).tolist(), strict=True):
-            taker = self._roomiest(nodes, holds[at])
-            if taker is not None:
-                wishes.setdefault((int(holds[at].argmax()), taker), []).append((int(rows[at]), size))
-        self._copies(now, wishes, nodes)
+        self._copy_elsewhere(now, rows, holds, found[np.argsort(-heat[found], kind="stable")], nodes)
 
     def _hot(self, now: float, rows: I64, holds: Mask, heat: F64, nodes: list[Member]) -> None:
         if self.choices.names["replication"] == "none":
@@ -119,14 +136,8 @@ class Advisor:
         copies = holds[hot].sum(1)
         sizes, (depth, _) = self._sizes(rows[hot]), self.directory.depth_and_parent(rows[hot])
         wanted = self.choices.copies(HotView(heat[hot], copies, sizes, depth, len(nodes)))
-        lacking = np.flatnonzero(wanted > copies)
-        lacking = lacking[np.argsort(-heat[hot][lacking], kind="stable")]
-        wishes: _Wishes = {}
-        for at in lacking.tolist():
-            taker = self._roomiest(nodes, holds[hot[at]])
-            if taker is not None:
-                wishes.setdefault((int(holds[hot[at]].argmax()), taker), []).append((int(rows[hot[at]]), int(sizes[at])))
-        self._copies(now, wishes, nodes)
+        lacking = hot[wanted > copies]
+        self._copy_elsewhere(now, rows, holds, lacking[np.argsort(-heat[lacking], kind="stable")], nodes)
 
     def _crowded(self, now: float, rows: I64, holds: Mask, heat: F64, nodes: list[Member]) -> None:
         if self.choices.names["rebalancing"] == "none":
@@ -165,7 +176,73 @@ class Advisor:
                 keys, _ = self.directory.keys(np.array(group, np.int64))
                 self.ledger.hold(now, nodes[keeper].node, nodes[giver].node, self.directory.digests[space], keys, group)
 
+    def _place_arrivals(self, now: float, nodes: list[Member]) -> None:
+        """New pages to where the placement policy has them, as far as the bytes that may be copied now."""
+        if not self._arrivals or now - self._placed_at < ARRIVALS_SECONDS:
+            return
+        self._placed_at = now
+        if self.choices.names[PLACEMENT] == LOCAL or len(nodes) < 2:
+            self._arrivals.clear()
+            self._arrived = 0
+            return
+        names, budget, looked = {member.node: at for at, member in enumerate(nodes)}, self.ledger.bytes_now(now), 0
+        wishes: _Wishes = {}
+        while self._arrivals and budget > 0 and looked < LOOKED_MAX:
+            node, rows = self._arrivals.popleft()
+            self._arrived -= len(rows)
+            rows, rest = rows[: LOOKED_MAX - looked], rows[LOOKED_MAX - looked :]
+            looked += len(rows)
+            if len(rest):
+                self._arrivals.appendleft((node, rest))
+                self._arrived += len(rest)
+            holds = self._holding(self.directory.locations(rows), nodes, len(rows))
+            if node not in names:
+                continue
+            alone = np.flatnonzero(holds[:, names[node]] & (holds.sum(1) == 1))
+            takers = self._takers(now, rows[alone], holds[alone] & False, nodes, requester=node)
+            sizes = self._sizes(rows[alone])
+            for row, taker, size in zip(rows[alone].tolist(), takers, sizes.tolist(), strict=True):
+                if taker >= 0 and taker != names[node]:
+                    wishes.setdefault((names[node], taker), []).append((row, size))
+                    budget -= size
+        self._copies(now, wishes, nodes)
+
     # -- inside ------------------------------------------------------------------------------------------------------------------------
+
+    def _copy_elsewhere(self, now: float, rows: I64, holds: Mask, which: I64, nodes: list[Member]) -> None:
+        """Have some of these rows, the dearest first, copied to a node that has them not yet."""
+        if self.ledger.bytes_now(now) <= 0:
+            return
+        which = np.array([at for at in which.tolist() if self.ledger.free(int(rows[at]))][:LOOKED_MAX], np.int64)
+        wishes: _Wishes = {}
+        takers = self._takers(now, rows[which], holds[which], nodes)
+        for at, taker, size in zip(which.tolist(), takers, self._sizes(rows[which]).tolist(), strict=True):
+            if taker >= 0:
+                wishes.setdefault((int(holds[at].argmax()), taker), []).append((int(rows[at]), size))
+        self._copies(now, wishes, nodes)
+
+    def _takers(self, now: float, rows: I64, having: Mask, nodes: list[Member], *, requester: str = "") -> list[int]:
+        """The placement policy's node for each page, among those that lack it and are not nearly full; -1 for none.
+
+        ``requester`` may be nearly full: its own policies make the room.
+        """
+        takers = [-1] * len(rows)
+        if not len(rows):
+            return takers
+        names = {member.node: at for at, member in enumerate(nodes)}
+        open_ = np.array([member.node == requester or self._share(member) < NEARLY_FULL for member in nodes], bool)
+        keys, spaces = self.directory.keys(rows)
+        words: U64 = np.ascontiguousarray(keys).view(np.uint64)
+        alike: dict[tuple[int, bytes], list[int]] = {}
+        for at, space in enumerate(spaces.tolist()):
+            alike.setdefault((space, having[at].tobytes()), []).append(at)
+        for (space, _), items in alike.items():
+            allowed = {nodes[at].node for at in np.flatnonzero(open_ & ~having[items[0]]).tolist()}
+            without = frozenset(self.membership.members.keys() - allowed)
+            size = max(1, self.directory.object_bytes[space])
+            for at, name in zip(items, self.placement.choose(now, words[items], size, requester, without), strict=True):
+                takers[at] = names.get(name, -1)
+        return takers
 
     def _copies(self, now: float, wishes: _Wishes, nodes: list[Member]) -> None:
         """Advise copies, as far as bytes and answers allow: (source, taker) -> rows and their bytes, the dearest first."""
@@ -184,6 +261,7 @@ class Advisor:
                 keys, _ = self.directory.keys(np.array(chosen, np.int64))
                 digest, size_bytes = self.directory.digests[space], int(sizes[fitting - 1])
                 self.ledger.copy(now, nodes[taker].node, nodes[source].node, digest, keys, chosen, size_bytes)
+                self.placement.sent(now, nodes[taker].node, size_bytes)
 
     def _sizes(self, rows: I64) -> I64:
         sizes = np.array(self.directory.object_bytes or [0], np.int64)
@@ -193,9 +271,3 @@ class Advisor:
     def _share(member: Member) -> float:
         capacity, used = member.tiers.get(Tier.DRAM, (0, 0))
         return used / capacity if capacity else 1.0
-
-    def _roomiest(self, nodes: list[Member], having: Mask) -> int | None:
-        """The node with the most room that has it not yet; none that is nearly full."""
-        open_ = [member.state == ALIVE and self._share(member) < NEARLY_FULL for member in nodes]
-        others = [at for at, has in enumerate(having.tolist()) if not has and open_[at]]
-        return min(others, key=lambda at: (self._share(nodes[at]), nodes[at].node), default=None)

@@ -31,7 +31,8 @@ from typing import Literal
 
 import numpy as np
 
-from umbp.core.advisor import Advisor
+from umbp.core.advice import Ledger
+from umbp.core.advisor import LOCAL, Advisor
 from umbp.core.choices import Choices
 from umbp.core.costs import Costs
 from umbp.core.directory import Directory
@@ -41,7 +42,7 @@ from umbp.core.placement import Placement
 from umbp.core.planner import Columns, Planner
 from umbp.core.plans import NOTHING, Plan
 from umbp.errors import NotFound
-from umbp.policies.base import ROUTING
+from umbp.policies.base import PLACEMENT, ROUTING
 from umbp.policies.cluster import RouteView
 from umbp.types import F64, I64, U8, U32, U64, Tier
 
@@ -106,7 +107,8 @@ class Master:
         self.choices = Choices(dict(policies or {}))
         self.planner = Planner(self.directory, self.membership, self.costs, self.choices)
         self.placement = Placement(self.membership, self.choices, now)
-        self.advisor = Advisor(self.directory, self.membership, self.choices, advice_bytes_per_second)
+        ledger = Ledger(advice_bytes_per_second, boot)
+        self.advisor = Advisor(self.directory, self.membership, self.choices, self.placement, ledger)
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS_MAX)
         self.counts = Counts()
         self._happened = 0
@@ -205,10 +207,13 @@ class Master:
             return member, "gap"
         return member, "apply"
 
-    def apply(self, now: float, member: Member, words: U64, spaces: U32, tiers: U8, present: U8) -> None:
-        """A slice of a bundle: keys in these tiers, held from now on or not any more."""
+    def apply(self, now: float, member: Member, words: U64, spaces: U32, tiers: U8, present: U8, *, fresh: bool = True) -> None:
+        """A slice of a bundle: keys in these tiers, held from now on or not any more. ``fresh``: it is no part of a resync."""
         holders = np.full(len(words), member.holder, np.uint32)
         self.directory.change(now, words, spaces, holders, tiers, present != 0)
+        if fresh and self.choices.names[PLACEMENT] != LOCAL:
+            came = (present != 0) & (tiers == Tier.DRAM)
+            self.advisor.arrived(member.node, self.directory.table.find(words[came], spaces[came]))
         self.counts.events += len(words)
 
     def applied(self, member: Member, number: int) -> None:
@@ -283,7 +288,8 @@ class Master:
         choice = self.choices.preview(ROUTING, policy, view) if policy else self.choices.route(view)
         plan = self.planner.plan(view, columns, choice, page_seconds=page_tokens / prefill if prefill > 0 else inf)
         if count and not policy:
-            self.directory.touch(now, rows)
+            ledger = self.advisor.ledger
+            self.directory.touch(now, np.where(ledger.brings(requester, rows), -1, rows) if requester in ledger.by_node else rows)
             self.planner.occupy(now, plan, requester, page_bytes)
             self.counts.routes += 1
             self.counts.asked_pages += len(words)

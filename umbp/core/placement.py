@@ -4,9 +4,13 @@ Theory of operation. A node's room is its free bytes and a little of what it wou
 pages by letting cold ones go), less its *debits*: what was placed there and cannot be in its own numbers yet, since it has not sent two
 heartbeats after. So two batches of one millisecond do not both see the same free node.
 
-No node but the requester's own gets more than `FAIR_SHARE` of what is placed within a second, where three or more could take it; and a
-node that came later than the others (`RAMP_SECONDS`) starts with a tenth of its usual part. So a restarted, empty node is filled, and not
+A node, unless it is the requester's own, is left out for as long as it has got more than `FAIR_SHARE` of what was placed within the last
+second, where three or more could take it and the others have the room; a batch is one prompt's, and may go to one node as a whole. A node
+that came later than the others (`RAMP_SECONDS`) starts with a tenth of its usual part. So a restarted, empty node is filled and not
 flooded: every page placed there is later read from there.
+
+Who asks: routers and writers (``/v1/place``), whose pages are on their way when they are answered (`place`); and the master itself, for the
+copies that it advises (`choose`), which are on their way when the advice is given (`sent`).
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from umbp.core.choices import Choices
 from umbp.core.membership import ALIVE, Member, Membership
 from umbp.policies.base import PLACEMENT
 from umbp.policies.cluster import PlaceView
-from umbp.types import F64, I64, U64, Tier
+from umbp.types import F64, I64, U64, Mask, Tier
 
 TURNOVER_SHARE = 0.05
 FAIR_SHARE, FAIR_NODES_MIN, FAIR_SECONDS = 0.5, 3, 1.0
@@ -68,17 +72,20 @@ class Placement:
         self._debits.pop(node, None)
         self._beats.pop(node, None)
 
-    def view(self, now: float, words: U64, page_bytes: int, requester: str, draws: F64) -> tuple[PlaceView, list[Member]]:
+    def view(
+        self, now: float, words: U64, page_bytes: int, requester: str, draws: F64, without: frozenset[str] = frozenset()
+    ) -> tuple[PlaceView, list[Member]]:
         """What a placement policy is shown for pages with these key words."""
         nodes = [member for member in self.membership.members.values() if member.state == ALIVE and member.usable(now)]
-        nodes = [member for member in nodes if Tier.DRAM in member.tiers]
+        nodes = [member for member in nodes if Tier.DRAM in member.tiers and member.node not in without]
         capacity = np.array([member.tiers[Tier.DRAM][0] for member in nodes], np.int64)
         used = np.array([member.tiers[Tier.DRAM][1] for member in nodes], np.int64)
         debits = np.array([self.debited(member.node) for member in nodes], np.int64)
         local = np.array([member.node == requester for member in nodes], bool)
         free = capacity - used + (TURNOVER_SHARE * capacity).astype(np.int64) - debits
         if len(nodes) >= FAIR_NODES_MIN:
-            free = np.where(local, free, np.minimum(free, self._fair(now, nodes, len(words) * page_bytes)))
+            fair = np.where(local | ~self._over(now, nodes), free, 0)
+            free = fair if int(np.maximum(fair, 0).sum()) >= len(words) * page_bytes else free
         age = np.array([now - member.joined_at for member in nodes], np.float64)
         late = np.array([member.joined_at - self._started > RAMP_SECONDS for member in nodes], bool)
         ramp = np.where(late, np.clip(age / RAMP_SECONDS, RAMP_MIN, 1.0), 1.0)
@@ -95,23 +102,32 @@ class Placement:
         view, nodes = self.view(now, words, page_bytes, requester, draws)
         return [nodes[at].node if at >= 0 else "" for at in self.choices.preview(PLACEMENT, name, view).tolist()]
 
+    def choose(self, now: float, words: U64, page_bytes: int, requester: str, without: frozenset[str]) -> list[str]:
+        """The node for each page, "" where none has room, among all but those ``without``; the same for the same keys, nodes and time."""
+        draws = (words[:, 1] >> _U(11)).astype(np.float64) * 2.0**-53  # keys are digests, so these are uniform
+        view, nodes = self.view(now, words, page_bytes, requester, draws, without)
+        return [nodes[at].node if at >= 0 else "" for at in self.choices.place(view).tolist()]
+
+    def sent(self, now: float, node: str, size_bytes: int) -> None:
+        """So many bytes are on their way to a node."""
+        self._debits.setdefault(node, deque(maxlen=DEBITS_MAX)).append((now, size_bytes))
+        self._recent.append((now, node, size_bytes))
+
     # -- inside ------------------------------------------------------------------------------------------------------------------------
 
     def _taken(self, now: float, chosen: I64, page_bytes: int, nodes: list[Member]) -> list[str]:
         counts = np.bincount(chosen[chosen >= 0], minlength=len(nodes)).tolist()
         for member, count in zip(nodes, counts, strict=True):
             if count:
-                debits = self._debits.setdefault(member.node, deque(maxlen=DEBITS_MAX))
-                debits.append((now, count * page_bytes))
-                self._recent.append((now, member.node, count * page_bytes))
+                self.sent(now, member.node, count * page_bytes)
         return [nodes[at].node if at >= 0 else "" for at in chosen.tolist()]
 
-    def _fair(self, now: float, nodes: list[Member], batch_bytes: int) -> I64:
-        """Bytes that each node may still get of this second's."""
+    def _over(self, now: float, nodes: list[Member]) -> Mask:
+        """Which nodes have got more than a fair share of this second's bytes."""
         while self._recent and (self._recent[0][0] <= now - FAIR_SECONDS or len(self._recent) > DEBITS_MAX):
             self._recent.popleft()
         by_node: dict[str, int] = {}
         for _, node, size in self._recent:
             by_node[node] = by_node.get(node, 0) + size
-        whole = FAIR_SHARE * (sum(by_node.values()) + batch_bytes)
-        return np.array([max(0, int(whole) - by_node.get(member.node, 0)) for member in nodes], np.int64)
+        limit = FAIR_SHARE * sum(by_node.values())
+        return np.array([by_node.get(member.node, 0) > limit for member in nodes], bool)

@@ -18,6 +18,8 @@ def route_one(master: Master, now: float, digest: bytes, words: U64, requester: 
     """Who serves this key, (1, 4) words, to the requester, counted as a use; None where only the general way knows."""
     if master.choices.names["routing"] != "fastest":
         return None
+    if requester in master.advisor.ledger.by_node:
+        return None  # it may ask about a page that it was advised to copy, which is no use of it
     directory = master.directory
     space = directory.space_or_none(digest)
     row = -1 if space is None else directory.table.find_one(words, space)

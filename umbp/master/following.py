@@ -119,6 +119,8 @@ class Follower:
                 object_bytes=said.object_bytes,
                 heard=True,
             )
+        elif entry.kind == "advice":
+            service.relay.keep(now, node, msgspec.json.decode(payload, type=list[say.Advice]))
         elif entry.kind == "clear":
             core.engines.clear(node, Tier(int(payload)) if payload else None)
         else:

@@ -315,9 +315,9 @@ def cluster_endpoints(process: Has) -> list[Endpoint]:
         Endpoint("GET", "/v1/cluster/keys/{key}", "Where a key is in the cluster", do.cluster_where, doc.Keys, AnyKey),
         Endpoint("GET", "/v1/cluster/hot", "Keys and prefixes that routes asked for most", do.cluster_hot, doc.Hot, Hottest),
         Endpoint("GET", "/v1/links", "What fetches cost, as measured", do.measured, doc.Links, Listing),
-        Endpoint("POST", "/v1/route", "Who serves a prompt's pages, and who should take it", do.route, doc.RouteDocument, body=Route),
-        Endpoint("POST", "/v1/place", "Where new pages should go", do.place, doc.PlaceDocument, body=Place),
-        Endpoint("POST", "/v1/external", "What an engine's own caches hold", do.external, doc.Reported, body=External),
+        Endpoint("POST", "/v1/route", "Who serves a prompt, and who should take it", do.route, doc.RouteDocument, body=Route, logged=False),
+        Endpoint("POST", "/v1/place", "Where new pages should go", do.place, doc.PlaceDocument, body=Place, logged=False),
+        Endpoint("POST", "/v1/external", "What an engine's own caches hold", do.external, doc.Reported, body=External, logged=False),
         Endpoint("GET", "/v1/external", "Engines that report", do.engines, doc.Engines, Listing),
         Endpoint("DELETE", "/v1/external/{engine}", "An engine has nothing any more", do.forget_engine, doc.Reported, OfEngine),
     ]
@@ -359,9 +359,9 @@ def member_endpoints(process: Has) -> list[Endpoint]:
     of = "/v1/members/{node}"
     return [
         Endpoint("POST", "/v1/members", "A pool registers", join, say.Joined, body=say.Join),
-        Endpoint("POST", of + "/heartbeat", "A pool lives", heartbeat, say.Beat, OfNode, say.Heartbeat),
+        Endpoint("POST", of + "/heartbeat", "A pool lives", heartbeat, say.Beat, OfNode, say.Heartbeat, logged=False),
         Endpoint("POST", of + "/leave", "A pool stops", leave, say.Left, OfNode, say.Leaving),
-        Endpoint("POST", of + "/failed", "A fetch from a node failed", failed, say.Left, OfNode, say.Failed),
+        Endpoint("POST", of + "/failed", "A fetch from a node failed", failed, say.Left, OfNode, say.Failed, logged=False),
     ]
 
 

@@ -28,6 +28,7 @@ from umbp.core.membership import DEAD, Member
 from umbp.core.single import route_one
 from umbp.errors import Conflict, InvalidRequest, UmbpError, Unavailable
 from umbp.master import protocol as say
+from umbp.master.relay import Relay
 from umbp.master.store import Alone, Store
 from umbp.store.index import key_words
 from umbp.types import F64, U8, U64, Tier
@@ -71,6 +72,7 @@ class MasterService:
         self.core = core
         self.store: Store = store or Alone()
         self.masters = masters
+        self.relay = Relay(core.timing.heartbeat)
         self._probe = probe
         self._random = np.random.default_rng()
         self._locks: dict[str, asyncio.Lock] = {}
@@ -100,6 +102,7 @@ class MasterService:
         if before is not None and registration and before.registration > registration:
             raise Conflict("another process of this name registered at the same moment", field="node")
         member = self.joined(body, registration)
+        self.relay.beat(self.now(), body.node)
         log.info("%s joined from %s, registration %d", body.node, body.addresses, member.registration)
         timing = core.timing
         return say.Joined(
@@ -132,14 +135,14 @@ class MasterService:
             with suppress(Unavailable):  # that it lives is not lost by that: it says so again
                 await self.store.enter("beat", node, msgspec.json.encode(body))
         member = self.lives(node, body)
-        advice = self.core.advisor.ledger.take(node)
+        advice = [*self.relay.beat(now, node), *(_advice(self.core, one, now) for one in self.core.advisor.ledger.take(node))]
         warnings = [f"not used as a source: {member.unreachable}"] if member.unreachable else []
         return say.Beat(
             state=member.state,
             resync=member.wants_resync,
             acknowledged=member.acknowledged,
             warnings=warnings,
-            advice=[_advice(self.core, one, now) for one in advice],
+            advice=advice,
             masters=self.masters(),
         )
 
@@ -217,7 +220,7 @@ class MasterService:
             if verdict == "apply":
                 if not heard:
                     await self.store.enter("events", node, frame)
-                await self._apply(member, told)
+                await self._apply(member, told, fresh=True)
                 self.core.applied(member, number)
             return say.Applied(acknowledged=member.acknowledged, gap=verdict == "gap")
 
@@ -243,11 +246,11 @@ class MasterService:
             if verdict == "apply":
                 if not heard:
                     await self.store.enter("piece", node, frame)
-                await self._apply(member, told)
+                await self._apply(member, told, fresh=False)
                 self.core.piece_applied(self.now(), member, last=last)
             return say.Applied(acknowledged=member.acknowledged, gap=verdict == "gap")
 
-    async def _apply(self, member: Member, told: Told) -> None:
+    async def _apply(self, member: Member, told: Told, *, fresh: bool) -> None:
         core = self.core
         spaces = core.spaces(told.spaces)
         for digest, canonical in told.identities.items():
@@ -255,7 +258,7 @@ class MasterService:
         for start in range(0, len(told.words), SLICE):
             part = slice(start, start + SLICE)
             core.membership.member(member.node, member.registration)  # it may have gone while others were served
-            core.apply(self.now(), member, told.words[part], spaces[part], told.tiers[part], told.present[part])
+            core.apply(self.now(), member, told.words[part], spaces[part], told.tiers[part], told.present[part], fresh=fresh)
             if start + SLICE < len(told.words):
                 await asyncio.sleep(0)
 
@@ -350,7 +353,17 @@ class MasterService:
                         await self._enter_death(happening.node)
                     log.info("%s %s: %r", happening.node, happening.kind, happening.text)
                     self._news.set()
+                if self.store.shared and self.store.active:
+                    await self._hand_on()
                 await asyncio.sleep(0.002 if busy else TICK_SECONDS)
+
+    async def _hand_on(self) -> None:
+        """Advice for nodes that speak to other masters."""
+        now, ledger = self.now(), self.core.advisor.ledger
+        for node in [node for node in ledger.by_node if not self.relay.here(now, node)]:
+            if advice := [_advice(self.core, one, now) for one in ledger.take(node)]:
+                with suppress(Unavailable):  # then it is over after a while, and given again
+                    await self.store.enter("advice", node, msgspec.json.encode(advice))
 
     async def _enter_death(self, node: str) -> None:
         member = self.core.membership.members.get(node)
@@ -382,6 +395,7 @@ class MasterService:
                 asked[member.node] = now
                 self._probe_now.pop(member.node, None)
             live = {member.node for member in members}
+            self.relay.forget(live)
             for known in (asked, self._locks, self._fetched_at):
                 for node in [node for node in known if node not in live]:
                     known.pop(node, None)

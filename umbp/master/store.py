@@ -11,8 +11,9 @@ of its numbering. Per node the order is that of the log; between nodes there is 
     umbp:registrations  the last number given out                           umbp:active          who sweeps, for `ACTIVE_SECONDS`
     umbp:masters        URL -> when it was last there
 
-One master is *active*: it alone declares nodes dead and gives advice. It holds a key that expires; when it dies another one takes the key,
-in `ACTIVE_SECONDS` at the most, and gives every node its time anew.
+One master is *active*: it alone declares nodes dead and gives advice, which goes through the log to nodes that speak to another one
+(`umbp.master.relay`). It holds a key that expires; when it dies another one takes the key, in `ACTIVE_SECONDS` at the most, and gives every
+node its time anew. Heat is each master's own, of the routes that it was asked for.
 
 A master that starts, or that has fallen behind what the log keeps, takes the members from their table and asks them (by the log, through
 the masters they speak to) for resyncs. It serves what it has heard until then; the others are not disturbed, since a resync is never worse
