@@ -111,6 +111,49 @@ def test_what_was_missed_is_sent_again(publisher: Publisher, listener: Listener)
     context.destroy(linger=0)
 
 
+def nothing(start: int, count: int) -> tuple[U8, int]:
+    """A survey of an empty index."""
+    return np.empty((0, 32), np.uint8), 0
+
+
+def test_what_is_there_before_and_what_others_store_is_told(
+    server: PoolProcess, publisher: Publisher, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "SURVEY_ENTRIES", 1000)
+    monkeypatch.setattr(kv_events, "EVENTS_A_BATCH", 8)
+    with umbp.connect(server.socket) as pool:
+        namespace, other = open_namespace(pool, 256, tenant="before"), open_namespace(pool, 256, tenant="not it")
+        keys = keys_of(*range(20))
+        namespace.put(keys, values_of(range(20), 256))
+        other.put(keys_of(50), values_of([50], 256))
+        seen, at, parts = [], 0, 0
+        while parts == 0 or at:
+            part, at = namespace.operations.survey(at, 1000)
+            seen += part.tolist()
+            parts += 1
+        assert sorted(seen) == sorted(keys.tolist())
+        assert parts > 1
+        residents = Residents(publisher, lambda keys: namespace.lookup(keys), namespace.operations.survey, 64, round_seconds=0.05)
+        told: list[int] = []
+        while len(told) < 20:
+            for event in listener.take()[1]:
+                assert (event["type"], event["parent_block_hash"], event["medium"]) == ("BlockStored", None, "EXTERNAL")
+                (block,) = event["block_hashes"]
+                told.append(block)
+        assert sorted(told) == sorted(hashes_of(keys))
+        namespace.put(keys_of(30), values_of([30], 256))
+        (event,) = listener.take()[1]
+        assert event["block_hashes"] == hashes_of(keys_of(30)), "stored by somebody else"
+        residents.there(keys[3:5], keys[2].tobytes())
+        (event,) = listener.take()[1]
+        assert (event["block_hashes"], event["parent_block_hash"]) == (hashes_of(keys[3:5]), hashes_of(keys[2:3])[0]), "now in its place"
+        residents.there(keys[3:5], keys[2].tobytes())
+        namespace.remove(keys[:1])
+        (event,) = listener.take()[1]
+        assert (event["type"], event["block_hashes"]) == ("BlockRemoved", hashes_of(keys[:1])), "and not again"
+        residents.close()
+
+
 def test_residents_tell_each_page_once_and_what_went(server: PoolProcess, publisher: Publisher, listener: Listener) -> None:
     with umbp.connect(server.socket) as pool:
         namespace = open_namespace(pool, 256, tenant="residents")
@@ -119,7 +162,7 @@ def test_residents_tell_each_page_once_and_what_went(server: PoolProcess, publis
             found = namespace.operations.look(keys)
             return None if found is None else found.found.hit
 
-        residents = Residents(publisher, look, 64, round_seconds=0.05)
+        residents = Residents(publisher, look, nothing, 64, round_seconds=0.05)
         keys = keys_of(*range(8))
         namespace.put(keys, values_of(range(8), 256))
         hashes = hashes_of(keys)
@@ -141,7 +184,7 @@ def test_more_pages_than_can_be_remembered_are_told_as_gone(
     publisher: Publisher, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_events, "PAGES_MAX", 5)
-    residents = Residents(publisher, lambda keys: np.ones(len(keys), bool), 64, round_seconds=60)
+    residents = Residents(publisher, lambda keys: np.ones(len(keys), bool), nothing, 64, round_seconds=60)
     keys = keys_of(*range(8))
     residents.there(keys)
     assert listener.take()[1][0]["block_hashes"] == hashes_of(keys)

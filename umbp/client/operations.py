@@ -34,8 +34,8 @@ from umbp.client.steps import CALL_SECONDS_MAX, Operation, Pause, Work
 from umbp.errors import InvalidRequest, LimitReached, Unavailable
 from umbp.layout import as_keys
 from umbp.store.checksums import checksum, checksums
-from umbp.store.index import key_words, place_word
-from umbp.types import I64, U8, U64, Mask, ReadStatus, Statuses, WriteStatus
+from umbp.store.index import W_PLACE, W_VERSION, key_words, place_word
+from umbp.types import I64, KEY_BYTES, U8, U64, Mask, ReadStatus, Statuses, WriteStatus
 
 CHUNK_BYTES = 64 << 20  # about 5 ms of copying between two checks
 IN_FLIGHT_SECONDS_MAX = 2.0  # a put waits this long for another client that is writing the same key
@@ -69,6 +69,25 @@ class Operations:
             return None
         bond, number = current
         return Look(bond, number, bond.index.find(key_words(keys), number, place_word(number, self.object_bytes)))
+
+    def survey(self, start: int, count: int) -> tuple[U8, int]:
+        """Keys (n, 32) of the stored pages among ``count`` entries of the index from ``start`` on; where the next begin, 0 at the end.
+
+        No call. What comes or goes meanwhile may be among them or not. Nothing if there is no pool to ask.
+        """
+        current = self._current_or_none()
+        if current is None:
+            return np.empty((0, KEY_BYTES), np.uint8), 0
+        bond, number = current
+        entries = bond.index.entries
+        part = entries[start : start + count]
+        versions = part[:, W_VERSION].copy()
+        mine = part[:, W_PLACE] == place_word(number, self.object_bytes)
+        which = np.flatnonzero(mine & (versions != 0) & (versions & np.uint64(1) == 0))
+        words = part[which, :4]
+        words = words[part[which, W_VERSION] == versions[which]]
+        keys: U8 = np.ascontiguousarray(words).view(np.uint8).reshape(-1, KEY_BYTES)
+        return keys, start + count if start + count < len(entries) else 0
 
     def lookup(self, keys: Any, session: str) -> Mask:
         """Which keys are stored; (n,) bool. No call."""

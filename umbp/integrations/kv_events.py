@@ -1,14 +1,21 @@
 """KV events: what a pool holds, told to routers in the format that engines publish in (SGLang's and vLLM's: msgpack over ZMQ).
 
-Theory of operation ------------------- A message has three parts: topic, sequence number (8 bytes, big-endian), and a batch ``[time,
-events, data parallel rank]``. An event is a map with its ``type``: BlockStored, BlockRemoved, AllBlocksCleared. A block's hash is the first
-8 bytes of its page key as a signed number, which is what SGLang publishes for the same block; its ``medium`` is EXTERNAL. Tokens are left
-empty, as engines do for what lies below their own cache: a router knows them from the engine's event of the same hash.
+Theory of operation
+-------------------
+A message has three parts: topic, sequence number (8 bytes, big-endian), and a batch ``[time, events, data parallel rank]``. An event is a
+map with its ``type``: BlockStored, BlockRemoved, AllBlocksCleared. A block's hash is the first 8 bytes of its page key as a signed number,
+which is what SGLang publishes for the same block of a request without salt and extra key; its ``medium`` is EXTERNAL. Tokens are left
+empty, as vLLM does for what lies below its own cache: a pool keeps digests, and SGLang tells a linker no tokens. A router that goes by
+hashes needs none; one that goes by tokens knows them from the engine's event of the same hash.
 
 `Publisher` numbers batches when they are given to it, so that one that had to be dropped (a full queue) shows as a gap; past batches are
 kept for those who ask again on the replay socket. `Residents` decides what is worth an event: a page is told once, when it is stored or
 first found; and looked up again in the pool in slow rounds, so that what was evicted is told too. What subscribers believe is therefore
 right but for the time of a round (`ROUND_SECONDS`, longer for more than `ROUND_PAGES`). What no longer fits its memory is told as removed.
+
+What was there before, and what others store in the same pool, is found by a *survey* of the shared index: the whole of it at the start,
+then `SURVEY_ENTRIES` a round, round and round. The index does not say what a page follows, so each is an event of its own without a parent;
+when a request finds or stores it, it is told once more, in its place. A survey adds no more than fits the memory.
 """
 
 from __future__ import annotations
@@ -35,6 +42,8 @@ NEWS_MAX = 4096  # key lists that wait to be told
 PAGES_MAX = 1 << 18  # known to subscribers through us: 40 MB here
 ROUND_SECONDS = 1.0
 ROUND_PAGES = 8192
+SURVEY_ENTRIES = 65_536  # two milliseconds
+EVENTS_A_BATCH = 1024
 END = (-1).to_bytes(8, "big", signed=True)  # of a replay
 
 
@@ -174,16 +183,27 @@ class Publisher:
 
 
 class Residents:
-    """The pages that subscribers take to be in the pool. ``look``: which of these keys are stored, None if nobody can say now."""
+    """The pages that subscribers take to be in the pool.
+
+    ``look``: which of these keys are stored, None if nobody can say now. ``survey``: as `umbp.client.operations.Operations.survey`.
+    """
 
     def __init__(
-        self, publisher: Publisher, look: Callable[[U8], Mask | None], block_tokens: int, *, round_seconds: float = ROUND_SECONDS
+        self,
+        publisher: Publisher,
+        look: Callable[[U8], Mask | None],
+        survey: Callable[[int, int], tuple[U8, int]],
+        block_tokens: int,
+        *,
+        round_seconds: float = ROUND_SECONDS,
     ) -> None:
         self._publisher = publisher
         self._look = look
+        self._survey = survey
+        self._surveyed = 0
         self._block_tokens = block_tokens
         self._round_seconds = round_seconds
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: OrderedDict[bytes, bool] = OrderedDict()  # True: it was told in its place, with what it follows
         self._news: deque[tuple[U8, bytes | None, str | None]] = deque(maxlen=NEWS_MAX)
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -206,14 +226,18 @@ class Residents:
         self._thread.join()
 
     def _work(self) -> None:
-        due = time.monotonic() + self._round_seconds
+        due, whole = time.monotonic() + self._round_seconds, False
         while not self._stop.is_set():
-            self._wake.wait(max(0.0, due - time.monotonic()))
-            self._wake.clear()
+            if whole:
+                self._wake.wait(max(0.0, due - time.monotonic()))
+                self._wake.clear()
             try:
                 while self._news:
                     self._tell(*self._news.popleft())
-                if time.monotonic() >= due:
+                if not whole:
+                    whole = self._look_through()
+                elif time.monotonic() >= due:
+                    self._look_through()
                     self._round()
                     due = time.monotonic() + self._round_seconds
             except Exception:
@@ -222,16 +246,27 @@ class Residents:
     def _tell(self, keys: U8, parent: bytes | None, session: str | None) -> None:
         """An event for each run of pages that is news."""
         texts = [key.tobytes() for key in keys]
-        news = np.array([text not in self._known for text in texts])
+        news = np.array([not self._known.get(text, False) for text in texts])
         edges = np.flatnonzero(np.diff(np.concatenate([[False], news, [False]]).astype(np.int8)))
         for low, high in edges.reshape(-1, 2).tolist():
             before = parent if low == 0 else texts[low - 1]
             follows = hashes_of(np.frombuffer(before, np.uint8).reshape(1, -1))[0] if before else None
             stored = BlockStored(hashes_of(keys[low:high]), follows, [], self._block_tokens, None, MEDIUM, session)
             self._publisher.publish(stored)
-            self._known.update(dict.fromkeys(texts[low:high]))
+            self._known.update(dict.fromkeys(texts[low:high], True))
         gone = [self._known.popitem(last=False)[0] for _ in range(len(self._known) - PAGES_MAX)]
         self._forget(gone)
+
+    def _look_through(self) -> bool:
+        """Tell of pages in the next part of the index that nobody has told of; whether that was its end."""
+        keys, self._surveyed = self._survey(self._surveyed, SURVEY_ENTRIES)
+        news = [text for key in keys if (text := key.tobytes()) not in self._known][: max(0, PAGES_MAX - len(self._known))]
+        for start in range(0, len(news), EVENTS_A_BATCH):
+            part = news[start : start + EVENTS_A_BATCH]
+            hashes = hashes_of(np.frombuffer(b"".join(part), np.uint8).reshape(-1, KEY_BYTES))
+            self._publisher.publish(*(BlockStored([block], None, [], self._block_tokens, None, MEDIUM) for block in hashes))
+        self._known.update(dict.fromkeys(news, False))
+        return self._surveyed == 0
 
     def _round(self) -> None:
         """Look again at those that were not looked at for the longest time."""

@@ -1,9 +1,11 @@
 """Feeds a master with what engines say of their own caches: KV events in, ``/v1/external`` out. `python -m umbp.integrations.kv_feed`.
 
-Theory of operation ------------------- An engine's event names blocks by 64 bits, the directory by page keys of 32 bytes. A stored block
-comes with its tokens and its parent, so the key is made again from them (`Chains`) and held against the 64 bits: a chain that started from
-something else (a salt, a LoRA) does not match, and is left out and counted, since its key cannot be known from outside. Blocks without
-tokens (lower tiers) are those of a hash that was seen with them.
+Theory of operation
+-------------------
+An engine's event names blocks by 64 bits, the directory by page keys of 32 bytes. A stored block comes with its tokens and its parent, so
+the key is made again from them (`Chains`) and held against the 64 bits: a chain that started from something else (a salt, a LoRA) does not
+match, and is left out and counted, since its key cannot be known from outside. Blocks without tokens (lower tiers) are those of a hash that
+was seen with them.
 
 What the engine holds is kept as a state per tier, and changes go out in pieces. Whatever puts the state in doubt (a gap in the numbers that
 no replay fills, a number that starts again, a master that does not answer) ends in the same way: the tier is cleared there and told anew.

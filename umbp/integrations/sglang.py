@@ -403,7 +403,7 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         publisher = Publisher(settings.events, rank=data_parallel_rank(), topic=settings.events_topic, replay=settings.events_replay)
         log.info("what the pool holds is published on %s", publisher.endpoint)
         self._publisher = publisher
-        return Residents(publisher, look, page_tokens)
+        return Residents(publisher, look, namespace.operations.survey, page_tokens)
 
     def num_completed_offloads(self) -> int:
         """Results that can be popped now."""

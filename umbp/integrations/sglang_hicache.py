@@ -4,10 +4,12 @@
     --hicache-storage-backend-extra-config '{"backend_name": "umbp", "module_path": "umbp.integrations.sglang_hicache",
                                              "class_name": "UMBPHiCache", "interface_v1": 1}'
 
-Theory of operation ------------------- A page of a host pool lies in a few pieces, each at a fixed distance from the same piece of the page
-before: what SGLang's own page meta data says of three pages tells where all pages are (`pieces`). So a host pool is seen as a set of
-tensors whose rows are pages, in the memory that it has, and the loader moves any number of pages between them and the segment in a few
-native calls. A pool that is laid out otherwise, or gives no such meta data, is moved page by page as flat bytes.
+Theory of operation
+-------------------
+A page of a host pool lies in a few pieces, each at a fixed distance from the same piece of the page before: what SGLang's own page meta
+data says of three pages tells where all pages are (`pieces`). So a host pool is seen as a set of tensors whose rows are pages, in the
+memory that it has, and the loader moves any number of pages between them and the segment in a few native calls. A pool that is laid out
+otherwise, or gives no such meta data, is moved page by page as flat bytes.
 
 Each host pool has a namespace of its own; its layout is part of the identity, as the order of the bytes in a page follows from it. So are
 the model and its revision, which SGLang does not hand to a backend: they are read from the arguments of this process, as the linker's are

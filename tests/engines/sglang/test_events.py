@@ -60,7 +60,7 @@ def free_port() -> int:
 
 
 def test_a_router_knows_what_the_pool_holds(server: PoolProcess) -> None:
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    endpoint, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     with Engine("mla", server.socket, tenant="events", events=endpoint) as engine:
         router = Router(endpoint)
         warm = prompt(9, 1, engine.page)
@@ -82,6 +82,22 @@ def test_a_router_knows_what_the_pool_holds(server: PoolProcess) -> None:
         eventually(lambda: not set(hashes[6:]) & set(router.hear()), "what went is told")
         assert set(hashes[:6]) <= set(router.blocks)
     router.close()
+    with Engine("mla", server.socket, tenant="events", events=endpoint, events_replay=replay):  # again, and nobody asks it for anything
+        context = zmq.Context()
+        asker = context.socket(zmq.DEALER)
+        asker.connect(replay)
+
+        def told() -> set[int]:
+            """What one that comes late is sent again."""
+            asker.send_multipart((b"", (0).to_bytes(8, "big")))
+            found: set[int] = set()
+            while asker.poll(1000) and (payload := asker.recv_multipart()[-1]):
+                found |= {block for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events for block in event.block_hashes}
+            return found
+
+        eventually(lambda: set(hashes[:6]) <= told(), "what the pool holds already is told")
+        assert not set(hashes[6:]) & told()
+        context.destroy(linger=0)
 
 
 @pytest.mark.parametrize("core", ["python", "rust"])
