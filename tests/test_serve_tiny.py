@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,48 +16,48 @@ import pytest
 import umbp
 from tests.pools import PoolProcess
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "serve_tiny.py"
-PROMPT = list(range(3, 103))  # six full pages, and four tokens
+SAID = " pages loaded; the same without: "
 
 
-def run(*options: str, pool: str = "") -> tuple[int, list[int]]:
-    """The script as a process of its own: pages from the pool, tokens."""
+def parsed(line: str) -> tuple[int, bool, list[int]]:
+    """Pages from the pool, whether computing everything gives the same, tokens."""
+    pages, _, rest = line.partition(SAID)
+    same, *tokens = rest.split()
+    assert same in ("True", "False"), line
+    return int(pages), same == "True", [int(token) for token in tokens]
+
+
+def run(pool: str) -> tuple[int, bool, list[int]]:
+    """The script as a process of its own."""
     environ = {**os.environ, "UMBP_POOL": pool, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(SCRIPT), *options]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environ, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    pages, tokens = done.stdout.splitlines()
-    return int(pages.removeprefix("pages from the pool: ")), [int(token) for token in tokens.removeprefix("tokens: ").split()]
+    return parsed(done.stdout)
 
 
-def test_tokens_are_the_same_with_and_without_the_pool_across_restarts() -> None:
+def test_tokens_are_the_same_with_and_without_the_pool_across_a_restart_of_both() -> None:
     with PoolProcess() as pool:
-        pages, tokens = run(pool=pool.socket)
-        assert pages == 0
-        assert len(set(tokens)) > 30  # a loop that says one word for ever would not notice wrong KV
+        pages, same, tokens = run(pool.socket)
+        assert (pages, same, len(tokens)) == (0, True, 40)
+        assert len(set(tokens)) > 20  # a loop that says one word for ever would not notice wrong KV
         pool.restart()  # killed: and the engine is a new process anyway
-        assert run(pool=pool.socket) == (31, tokens)
-    assert run("--alone") == (0, tokens)
+        assert run(pool.socket) == (12, True, tokens)
 
 
-@pytest.fixture(scope="module")
-def tiny() -> ModuleType:
-    import torch
-
-    spec = importlib.util.spec_from_file_location("serve_tiny", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    default = torch.get_default_dtype()
-    spec.loader.exec_module(module)
+@pytest.fixture
+def _as_in_a_process_of_its_own() -> Iterator[None]:
+    default, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
     torch.set_default_dtype(default)
-    return module
+    torch.set_num_threads(threads)
 
 
 class Losing(umbp.Loader):
-    """Other traffic evicts some pages right after they were found."""
+    """Other traffic evicts a page right after it was found."""
 
     def lookup(self, keys: Any, *, session: str = "") -> int:
         found = super().lookup(keys, session=session)
@@ -65,24 +65,35 @@ class Losing(umbp.Loader):
         return found
 
 
-def test_pages_lost_on_the_way_are_recomputed_and_wrong_bytes_would_show(tiny: ModuleType) -> None:
-    layout = umbp.Layout.of(tiny.kv, page_tokens=tiny.TOKENS)
-    with PoolProcess() as server, umbp.connect(server.socket) as pool:
-        namespace = pool.namespace(model="tiny", page_tokens=tiny.TOKENS, layout=layout)
-        with umbp.Loader(namespace, tiny.kv) as loader:
-            alone, _ = tiny.serve(PROMPT, 20, None)
-            assert tiny.serve(PROMPT, 20, loader) == (alone, 0)
-            assert tiny.serve(PROMPT, 20, loader) == (alone, 6)
-        with Losing(namespace, tiny.kv) as loader:
-            assert tiny.serve(PROMPT, 20, loader) == (alone, 5)
-        with umbp.Loader(namespace, tiny.kv) as loader:
-            namespace.flush()
-            noise = np.random.default_rng(0).standard_normal((6, namespace.object_bytes // 8))
-            namespace.put(umbp.page_keys(PROMPT, page_tokens=tiny.TOKENS), noise)
-            other, pages = tiny.serve(PROMPT, 20, loader)
-        assert pages == 6
-        assert other != alone
+@pytest.mark.usefixtures("_as_in_a_process_of_its_own")
+def test_pages_lost_on_the_way_are_recomputed_and_wrong_bytes_would_show(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with PoolProcess() as server:
+        monkeypatch.setenv("UMBP_POOL", server.socket)
+
+        def here() -> tuple[int, bool, list[int]]:
+            made = runpy.run_path(str(SCRIPT))
+            made["loader"].close()
+            namespaces.append(made["loader"].namespace)
+            hashes.append(made["hashes"])
+            return parsed(capsys.readouterr().out)
+
+        namespaces: list[umbp.Namespace] = []
+        hashes: list[np.ndarray] = []
+        alone = here()[2]
+        monkeypatch.setattr(umbp, "Loader", Losing)
+        assert here() == (11, True, alone)
+        monkeypatch.undo()
+        monkeypatch.setenv("UMBP_POOL", server.socket)
+        namespaces[0].flush()
+        noise = np.random.default_rng(0).standard_normal((12, namespaces[0].object_bytes // 8))
+        namespaces[0].put(hashes[0], noise)
+        pages, same, tokens = here()
+        assert (pages, same) == (12, False)
+        assert tokens != alone
 
 
-def test_the_readme_shows_the_script() -> None:
+def test_the_readme_shows_the_script_and_it_is_forty_lines() -> None:
     assert f"```python\n{SCRIPT.read_text()}```\n" in (ROOT / "README.md").read_text()
+    assert SCRIPT.read_text().count("\n") <= 40
