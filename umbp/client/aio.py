@@ -294,10 +294,12 @@ class AsyncNamespace:
         return length
 
     @contextlib.asynccontextmanager
-    async def lease(self, keys: Any, seconds: float | None = None, *, verify: str = "never", renew: bool = True) -> AsyncGenerator[Lease]:
+    async def lease(
+        self, keys: Any, seconds: float | None = None, *, verify: str = "never", renew: bool = True, noted: bool = False
+    ) -> AsyncGenerator[Lease]:
         """Hold what is stored of these keys in place, in an ``async with``."""
         operations = self._operations
-        lease = await self._pool.run(operations.lease(keys, seconds, verify, renew=renew), operations.release)
+        lease = await self._pool.run(operations.lease(keys, seconds, verify, renew=renew, noted=noted), operations.release)
         try:
             yield lease
         except BaseException:

@@ -218,8 +218,11 @@ class Operations:
 
     # -- leases ------------------------------------------------------------------------------------------------------------------------
 
-    def lease(self, keys: Any, seconds: float | None, verify: str, *, renew: bool = True) -> Operation[Lease]:
-        """Pin what is stored of these keys. A pool that cannot be reached gives a lease that holds nothing."""
+    def lease(self, keys: Any, seconds: float | None, verify: str, *, renew: bool = True, noted: bool = False) -> Operation[Lease]:
+        """Pin what is stored of these keys. A pool that cannot be reached gives a lease that holds nothing.
+
+        ``noted``: the access history has this request already.
+        """
         array = as_keys(keys)
         _check_verify(verify)
         if seconds is not None:
@@ -227,7 +230,8 @@ class Operations:
         look = self.look(array) if len(array) else None
         if look is None or not look.found.hit.any():
             return Lease.of_nothing(self.link, self.opened, len(array), self.object_bytes)
-        self.note_once(array)
+        if not noted:
+            self.note_once(array)
         asked = time.monotonic()
         try:
             versions = np.where(look.found.hit, look.found.versions, 0).astype(np.uint64)

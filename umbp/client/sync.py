@@ -444,13 +444,16 @@ class Namespace:
         return length
 
     @contextlib.contextmanager
-    def lease(self, keys: Any, seconds: float | None = None, *, verify: str = "never", renew: bool = True) -> Generator[Lease]:
+    def lease(
+        self, keys: Any, seconds: float | None = None, *, verify: str = "never", renew: bool = True, noted: bool = False
+    ) -> Generator[Lease]:
         """Hold what is stored of these keys in place: ``with ns.lease(keys) as lease: lease.held, lease.view(i)``.
 
         ``seconds``: time without renewal until the pool takes it back (default: the pool's); it is renewed in the background unless
-        ``renew`` is False. LeaseLost at the end if it was lost and pages changed under it.
+        ``renew`` is False. ``noted``: the access history has this request already, from another client of the same engine.
+        LeaseLost at the end if it was lost and pages changed under it.
         """
-        lease = self._pool.run(self._operations.lease(keys, seconds, verify, renew=renew))
+        lease = self._pool.run(self._operations.lease(keys, seconds, verify, renew=renew, noted=noted))
         try:
             yield lease
         except BaseException:

@@ -16,7 +16,7 @@ and failures mean stays vLLM's. Loads by a group of ranks need nothing: each wor
 
 *Async* (vLLM's default): a request waits outside the batch until its blocks are there; layers do not matter. *Sync* (`"load_async": false`;
 one cache group of plain attention): the forward pass starts with the first layer. The hooks are Python, so vLLM must not replay them away:
-`requires_piecewise_for_cudagraph`.
+`requires_piecewise_for_cudagraph`. A pool that is silent holds up the batch for a tenth of a second, and then none for a second.
 
 *Failures.* A block that vanished after the lookup, a pool that is down, a deadline: exactly those blocks are reported. vLLM recomputes them
 if `kv_load_failure_policy` is "recompute"; its default, "fail", ends the request, so that is warned about. An async load that lost its
@@ -261,6 +261,7 @@ class UMBPStoreConnector(upstream.UMBPStoreConnector):  # type: ignore[misc]
         if metadata.async_load:
             super().start_load_kv(forward_context, **kwargs)
             return
+        self.connector_worker.runtime.waited_for = True
         for request_id, plans in metadata.load_requests.items():
             if plans:
                 self.connector_worker._submit_loads(request_id, plans)

@@ -84,7 +84,7 @@ class Job:
             )
         self.again_at = now + PAUSE_SECONDS
         part.keys, part.slots = part.keys[missing], part.slots[missing]
-        part.handle = part.loader.load(part.keys, part.slots)
+        part.handle = part.loader.load(part.keys, part.slots, noted=True)
 
 
 class Mover(OffloadingWorker):  # type: ignore[misc]
@@ -124,7 +124,7 @@ class Mover(OffloadingWorker):  # type: ignore[misc]
         parts = []
         for number, keys, slots in _by_group(src_spec.keys, dst_spec.block_ids):
             loader = self._loaders[number]
-            parts.append(Part(loader, keys, slots, loader.load(keys, slots, after=self._ready())))
+            parts.append(Part(loader, keys, slots, loader.load(keys, slots, after=self._ready(), noted=True)))
         self._jobs[job_id] = self._job(parts)
         return True
 

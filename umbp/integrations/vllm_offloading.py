@@ -343,7 +343,7 @@ class Catalog(OffloadingManager):  # type: ignore[misc] # vLLM has no types here
             taken: list[tuple[Namespace, Lease]] = []
             with contextlib.suppress(LimitReached):
                 for namespace in self._open[number]:
-                    taken.append((namespace, namespace.run(namespace.operations.lease(hashes, None, "never"))))
+                    taken.append((namespace, namespace.run(namespace.operations.lease(hashes, None, "never", noted=True))))
             return taken
 
         asked = self._ask(take, LEASE_SECONDS)

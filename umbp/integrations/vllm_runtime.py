@@ -10,6 +10,10 @@ request.
 from columns (keys, block ids): the byte ranges per block and layer that vLLM could make for it are never made. Stores are visible when
 their pages are whole, without waiting for `publish`: a hit needs every rank's object anyway, and each one stands for itself.
 
+*The forward pass waits for sync loads*, and with it every request of the batch. So a load that the pool has not begun to serve in
+`BEGIN_SECONDS` (the lease of its pages: a pool that is well needs less than a hundredth of it) is given up, and for `SILENT_SECONDS` none
+is started: a pool that is frozen costs a tenth of a second, and not each batch.
+
 What a job answers is per block. A block that cannot be loaded is among the job's failed keys and nothing else is; vLLM recomputes it,
 given `"kv_load_failure_policy": "recompute"`. Nothing here raises into the worker: an error fails the job's blocks, with the reason.
 """
@@ -36,6 +40,8 @@ from umbp.loader import Group, Load, Loader, Offload
 from umbp.types import NOWHERE, U8, Mask, WriteStatus
 
 log = logging.getLogger("umbp.integrations.vllm")
+BEGIN_SECONDS = 0.1
+SILENT_SECONDS = 1.0
 TAILS_MAX = 4096  # requests whose last page is remembered, so that the next one is stored as its child
 KEPT = (WriteStatus.STORED, WriteStatus.EXISTS)
 OVER = (TransferJobStatus.COMPLETED, TransferJobStatus.FAILED, TransferJobStatus.CANCELLED)
@@ -230,6 +236,8 @@ class Transfers:
         self._tails: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._watch = Watch(self._hits)
         self._prefixes: dict[int, str] = {}
+        self._silent_until = 0.0
+        self.waited_for = False  # whether the forward pass waits for the loads of this step
         self._device = torch.device("cpu")
 
     def __repr__(self) -> str:
@@ -273,6 +281,8 @@ class Transfers:
     def wait(self, job: Job) -> Job:
         """The job in its final state: nothing touches its blocks any more."""
         job.settle()
+        if any(isinstance(part.handle, Load) and part.handle.silent for part in job.parts):
+            self._silent_until = time.monotonic() + SILENT_SECONDS
         return job
 
     def poll(self, job: Job) -> Job | None:
@@ -333,14 +343,16 @@ class Transfers:
         try:
             blocks = np.array([plans.block_ids[index] if columns else plans[index].block_id for index in which], np.int64)
             loader, array = self._loaders[group], hashes_of(keys)
-            handle: Load | Offload
+            handle: Load | Offload | None = None
             if store:
                 handle = loader.offload(array, blocks, after=self._written(), parent=self._parent(plans, which[0], request, group))
-            else:
-                # The blocks may just have been given back by a request whose last kernels are still reading them.
-                handle = loader.load(array, blocks, deadline=self._settings.deadline_seconds, after=self._written())
+            elif not self.waited_for or time.monotonic() >= self._silent_until:
+                # The blocks may just have been given back by a request whose last kernels are still reading them. The scheduler has told
+                # the access history of the request when it admitted it.
+                deadline, begin = self._settings.deadline_seconds, BEGIN_SECONDS if self.waited_for else None
+                handle = loader.load(array, blocks, deadline=deadline, after=self._written(), begin_within=begin, noted=True)
             self._remember(request, group, array)
-            job.parts.append(Part(keys, group, handle))
+            job.parts.append(Part(keys, group, handle, "" if handle else "the pool was silent just now"))
         except (UmbpError, ValueError, KeyError) as error:
             log.exception("a job could not be started")
             job.parts.append(Part(keys, group, None, str(error)))

@@ -194,7 +194,7 @@ class Rank:
         ids = look.found.ids[which] if look is not None else which
         if len(np.unique(ids)) != len(ids):
             raise Alone("a page is asked for twice")
-        if len(keys):
+        if len(keys) and not load.noted:
             operations.note_once(keys)
         held = np.zeros(len(keys), bool)
         with operations.link.filling(membership.bond):

@@ -8,12 +8,14 @@ On a GPU a layer is *queued* before it is there: the worker names a mark behind 
 stream wait for that mark. The host blocks only until the layer's launches are queued, which is before any of its bytes have moved.
 
 The deadline holds whatever the worker waits for. It *claims* the slots before it writes to them and lets go of them when it calls the
-pool; a load whose deadline passes while they are not claimed ends there and then, and can never be claimed again.
+pool; a load whose deadline passes while they are not claimed ends there and then, and can never be claimed again. So does one that has not
+been claimed at all by the time it was to begin.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -46,12 +48,27 @@ class Load:
     """A load on its way: ``for layer in ...: load.wait(layer); forward(layer)``, then ``load.finish()``.
 
     ``choice``: how it is done and why, once that is decided. ``start``: on a GPU, the work of the caller that was queued before the load.
+    ``begin_by``: when it is given up if nothing of it has begun by then, on the clock of ``deadline``; ``silent``: it was. ``noted``: the
+    access history has this request already. ``counted``: the loader's statistics have it.
     """
 
-    def __init__(self, pages: int, layers: int, deadline: float, start: Mark | None = None) -> None:
+    def __init__(
+        self,
+        pages: int,
+        layers: int,
+        deadline: float,
+        start: Mark | None = None,
+        *,
+        begin_by: float = math.inf,
+        noted: bool = False,
+    ) -> None:
         self.pages = pages
         self.layers = layers
         self.deadline = deadline  # on time.monotonic
+        self.begin_by = begin_by
+        self.noted = noted
+        self.begun = self.silent = False
+        self.counted = False
         self.started = time.monotonic()
         self.cancelled = False
         self.layers_ready = 0
@@ -122,6 +139,7 @@ class Load:
         """Before the slots are written to; False if the load is over, and they must not be."""
         with self._change:
             self._claimed = not self._over
+            self.begun |= self._claimed
             return self._claimed
 
     def let_go(self) -> None:
@@ -176,13 +194,16 @@ class Load:
 
     def _left(self) -> float | None:
         """Seconds until the deadline; None while the worker writes, as it looks at the deadline itself then."""
-        return None if self._claimed else self.deadline - time.monotonic()
+        if self._claimed:
+            return None
+        return (self.deadline if self.begun else min(self.deadline, self.begin_by)) - time.monotonic()
 
     def _expire(self) -> None:
         with self._change:
             left = self._left()
             if left is not None and left <= 0:
-                self.end(np.zeros(self.pages, bool), "the deadline passed")
+                self.silent = not self.begun and self.begin_by < self.deadline
+                self.end(np.zeros(self.pages, bool), "the pool did not answer in time" if self.silent else "the deadline passed")
 
     def _notify(self) -> None:
         self._change.notify_all()

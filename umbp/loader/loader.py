@@ -5,8 +5,9 @@ Theory of operation
 A load alone takes one lease for all its pages, so that what was found stays, and gives it to the *mover* of its tensors: `Copies` on the
 CPU, `DeviceMover` or `Bounce` on a GPU. Layers come one after the other, each a few native calls or one launch whatever the number of
 pages. At the end the lease is asked whether it stood all the time: pages for which it did not are missing, as are those that were never
-found. Nothing else can fail a page, and no failure raises into the serving loop: it is a reason in the answer. A load of a group: see
-`umbp.loader.group`; whatever it cannot do there it does alone. Which of the two, and how, is `umbp.core.movers`'s choice.
+found. What was read of versions that are still there counts without an answer of the pool's. Nothing else can fail a page, and no failure
+raises into the serving loop: it is a reason in the answer. A load of a group: see `umbp.loader.group`; whatever it cannot do there it does
+alone. Which of the two, and how, is `umbp.core.movers`'s choice.
 
 Pages that are not in DRAM (`umbp.client.fetches`) are brought there first, for at most `FETCH_SHARE` of the load's time, and held until the
 load is over; what has not come by then is missing. A load of pages that are all in DRAM makes no call for it.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -114,6 +116,7 @@ class Loader:
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="umbp-load")
         self._offloads = ThreadPoolExecutor(1, thread_name_prefix="umbp-offload")
         self._taken = Taken()
+        self._lost_owners = 0  # as far as it is counted
         self._last = Choice("", "", "")
         self._count = {"solo": 0, "staged": 0, "fused": 0, "pages": 0, "missing": 0}
         self._counters = counters()
@@ -139,20 +142,33 @@ class Loader:
             length += int(absent.argmax()) if absent.any() else len(absent)
         return length
 
-    def load(self, keys: Any, slots: Any, *, deadline: float = DEADLINE_SECONDS, verify: str = "never", after: Any = None) -> Load:
+    def load(
+        self,
+        keys: Any,
+        slots: Any,
+        *,
+        deadline: float = DEADLINE_SECONDS,
+        verify: str = "never",
+        after: Any = None,
+        begin_within: float | None = None,
+        noted: bool = False,
+    ) -> Load:
         """Start to restore pages into these slots; returns at once.
 
         ``keys`` (n, 32), ``slots`` (n,) distinct page indices of the tensors. ``deadline``: seconds after which what is not there is
         missing. ``verify``: compare checksums of no, some or all pages before they are moved. ``after``: something with ``synchronize()``
-        (a torch event), waited for before anything is written; without it, on a GPU, what the caller's current stream has queued is. In a
-        group, a load of no pages helps the other ranks with theirs.
+        (a torch event), waited for before anything is written; without it, on a GPU, what the caller's current stream has queued is.
+        ``begin_within``: seconds after which a load that has not begun is given up, for callers whom a silent pool must not hold up.
+        ``noted``: the access history has this request already. In a group, a load of no pages helps the other ranks with theirs.
         """
         array = as_keys(keys)
         places: I64 = as_slots(slots, len(array), self.tensors.pages)
-        if not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
-            raise InvalidRequest(f"{deadline!r} is not a number of seconds above 0 and up to an hour", field="deadline", example="10")
-        start = self._equipment.mark() if after is None else None
-        load = Load(len(array), self.tensors.layers, time.monotonic() + deadline, start)
+        for field, seconds in (("deadline", deadline), ("begin_within", deadline if begin_within is None else begin_within)):
+            if not isinstance(seconds, int | float) or not 0 < seconds <= 3600:
+                raise InvalidRequest(f"{seconds!r} is not a number of seconds above 0 and up to an hour", field=field, example="10")
+        start, now = self._equipment.mark() if after is None else None, time.monotonic()
+        begin_by = math.inf if begin_within is None else now + begin_within
+        load = Load(len(array), self.tensors.layers, now + deadline, start, begin_by=begin_by, noted=noted)
         self._loads.submit(self._run, load, array, places, verify, after)
         return load
 
@@ -203,7 +219,6 @@ class Loader:
         """One load, to its end; nothing raises."""
         held: Mask = np.zeros(len(keys), bool)
         reason, taken, wanted = "", Taken(), None
-        lost = self._rank.party.lost_owners if self._rank else 0
         try:
             if load.over:  # its deadline passed before its turn came
                 return
@@ -227,11 +242,9 @@ class Loader:
             log.exception("a load failed")
             reason = f"internal error: {error}"
         finally:
-            load.read_bytes = taken.segment
-            load.end(held, reason)
+            self._end(load, held, reason, taken)
             if wanted is not None:
                 self.namespace.run(end(wanted))
-            self._account(load, taken, lost=(self._rank.party.lost_owners if self._rank else 0) - lost)
 
     def _choose(self, pages: int, verify: str) -> Choice:
         """How this load is done."""
@@ -259,36 +272,50 @@ class Loader:
             log.info("loads are %s (%s): %s", choice.mover, choice.cause, choice.reason)
         self._last = choice
 
-    def _account(self, load: Load, taken: Taken, *, lost: int) -> None:
-        missing = len(load.finish().missing)
+    def _end(self, load: Load, held: Mask, reason: str, taken: Taken) -> None:
+        """Count the load and then tell who waits for it: whoever has heard of it finds it counted. Only the first call does something."""
+        if load.counted:
+            return
+        load.counted, load.read_bytes = True, taken.segment
+        missing = load.pages if load.over else int(np.count_nonzero(~held))
         if load.choice is not None:
             self._count[load.choice.mover] += 1
         self._taken.add(taken)
         self._count["pages"] += load.pages
         self._count["missing"] += missing
         self._counters.load(load.choice, taken, pages=load.pages, missing=missing)
-        self._counters.lost.inc(lost)
+        lost = self._rank.party.lost_owners if self._rank else 0
+        self._counters.lost.inc(lost - self._lost_owners)
+        self._lost_owners = lost
+        load.end(held, reason)
 
     def _alone(self, load: Load, keys: U8, slots: I64, verify: str, taken: Taken) -> tuple[Mask, str]:
         """Which pages are there, and why the others are not."""
         held: Mask = np.zeros(len(keys), bool)
         try:
             # The lease lasts as long as the load may, and ends with it.
-            with self.namespace.lease(keys, max(0.001, load.deadline - time.monotonic()), verify=verify) as lease:
+            with self.namespace.lease(keys, max(0.001, load.deadline - time.monotonic()), verify=verify, noted=load.noted) as lease:
                 if lease.look is None and not self.namespace.operations.link.ready():
                     return held, "no pool answers at the moment"
                 if self._move(load, lease, slots, taken):
                     held = lease.check()
-                else:  # decided already: nobody waits for the pool to hear of it
-                    load.end(held, "cancelled" if load.cancelled else "the deadline passed")
+                    if bool((lease.unchanged() | ~held).all()):  # whole, whatever became of the lease: nobody waits for its release
+                        self._end(load, held, _gone(held), taken)
+                else:  # decided already: nor here
+                    self._end(load, held, "cancelled" if load.cancelled else "the deadline passed", taken)
         except LeaseLost as error:
             return np.zeros(len(keys), bool), str(error)
-        return held, "" if held.all() else f"{int(np.count_nonzero(~held))} pages are not stored any more"
+        return held, _gone(held)
 
     def _move(self, load: Load, lease: Lease, slots: I64, taken: Taken) -> bool:
         """All layers of what the lease holds; False if it was stopped on the way."""
         which = np.flatnonzero(lease.held)
         return self._mover.restore(load, lease.data, lease.offsets[which], slots[which], taken)
+
+
+def _gone(held: Mask) -> str:
+    """Why a load of these pages is not whole; "" if it is."""
+    return "" if held.all() else f"{int(np.count_nonzero(~held))} pages are not stored any more"
 
 
 __all__ = ["Loader", "LoaderStatistics"]

@@ -187,6 +187,29 @@ def test_requests_are_computed_over_a_frozen_pool(options: Options, load_async: 
         assert world.serve("d", prompt(1, 5)) == (5 * BLOCK, 3)
 
 
+def test_a_frozen_pool_holds_up_the_forward_pass_once_and_shortly(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_runtime, "SILENT_SECONDS", 3600.0)
+    with PoolProcess() as pool, World(replace(options, pool=pool.socket, load_async=False)) as world:
+        for number in range(3):
+            world.serve(f"stored {number}", prompt(number, 5))
+        world.drop()
+        loads = counted(world)
+        hurry(world, 3600.0)  # which no run would wait for
+        pool.signal(signal.SIGSTOP)
+        try:
+            for number in range(3):
+                world.serve(f"again {number}", prompt(number, 5))
+                assert (0, 5 * BLOCK + 3) in world.seen.first[f"again {number}"]
+        finally:
+            pool.signal(signal.SIGCONT)
+        parts = [job.parts[0] for job in loads]
+        assert [part.handle.silent if part.handle else part.error for part in parts] == [True, *["the pool was silent just now"] * 2]
+        transfers(world)._silent_until = 0.0  # an hour later
+        _wait_connected(world)
+        world.drop()
+        assert world.serve("at last", prompt(1, 5)) == (5 * BLOCK, 3)
+
+
 def test_without_recompute_one_is_warned(options: Options, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "umbp.integrations.vllm"), World(replace(options, policy="fail")):
         assert 'set "kv_load_failure_policy": "recompute"' in caplog.text
@@ -277,6 +300,16 @@ def test_a_request_is_noted_once_however_often_it_is_looked_at(options: Options,
         world.run()
         assert link.statistics.notes_sent + link.notes_kept() == 4 * groups
         assert link.statistics.notes_dropped == 0
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("full", 1), ("hybrid", 2)])
+def test_what_is_restored_is_noted_once(options: Options, kind: str, groups: int) -> None:
+    with World(replace(options, kind=kind)) as world:
+        world.serve("a", prompt(1, 5))
+        world.drop()
+        assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
+        links = [client._link for client in (lookups(world)._pool, transfers(world)._pool)]
+        assert [link.statistics.notes_sent + link.notes_kept() for link in links] == [2 * groups, 0]  # of the loads themselves nothing
 
 
 def test_new_weights_leave_nothing(options: Options) -> None:

@@ -8,6 +8,7 @@ prefix is what it must be. What is not must be among the blocks that the step re
 
 from __future__ import annotations
 
+import atexit
 import copy
 import hashlib
 import json
@@ -15,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -81,19 +82,26 @@ class Options:
     interleaved: bool = False  # all layers of a block side by side in one tensor
 
 
-def config(options: Options, rank: int) -> VllmConfig:
-    folder = Path(tempfile.mkdtemp(prefix="umbp-vllm-"))
+@cache
+def model_folder() -> str:
+    """A model's configuration, for all engines of this process; gone with it."""
+    folder = tempfile.TemporaryDirectory(prefix="umbp-vllm-")
+    atexit.register(folder.cleanup)
     model = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32, "intermediate_size": 64}
     model |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
     model |= {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2}
-    (folder / "config.json").write_text(json.dumps(model))
+    (Path(folder.name) / "config.json").write_text(json.dumps(model))
+    return folder.name
+
+
+def config(options: Options, rank: int) -> VllmConfig:
     events = KVEventsConfig(enable_kv_cache_events=bool(options.events), publisher="zmq", endpoint=options.events or "tcp://*:5557")
     extra = {"umbp_pool": options.pool, "load_async": options.load_async, **options.extra}
     transfer = KVTransferConfig(
         kv_role="kv_both", engine_id="tests", kv_connector_extra_config=extra, kv_load_failure_policy=options.policy, **options.connector
     )
     made = VllmConfig(
-        model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, seed=0),
+        model_config=ModelConfig(model=model_folder(), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=4096, seed=0),
         device_config=DeviceConfig(device="cpu"),
         parallel_config=ParallelConfig(
             tensor_parallel_size=options.tp, pipeline_parallel_size=options.pp, rank=rank, distributed_executor_backend="mp"
