@@ -25,7 +25,7 @@ FRAME_BYTES_MAX = 8 << 20  # 65,536 keys with ids, versions and sums are 3.4 MiB
 HEADER_BYTES_MAX = 64 << 10
 BATCH_MAX = 1024  # keys of one call that costs the pool a few microseconds a key: some ms is the longest that it is away from others
 LARGE_BATCH_MAX = 4096  # and of one that costs it less than that: a prompt of 256 K tokens
-FETCH_SECONDS_MAX = 3600
+FETCH_SECONDS_MAX, SECONDS_MAX = 3600, 86_400
 PREFIX = struct.Struct("<II")
 
 UPGRADE_REQUEST = b"GET /v1/session HTTP/1.1\r\nHost: umbp\r\nConnection: Upgrade\r\nUpgrade: umbp-session/1\r\n\r\n"
@@ -36,7 +36,6 @@ Batch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=BATCH_MAX)]
 LargeBatch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGE_BATCH_MAX)]
 Row: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-SECONDS_MAX = 86_400
 TEXT_CHARS_MAX = 256
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 FetchSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=FETCH_SECONDS_MAX)]
@@ -204,10 +203,10 @@ class Leave(Message, frozen=True, tag="leave"):
     round: Number
 
 
-class Fetch(Message, frozen=True, tag="fetch"):
+class Fetch(Message, frozen=True, tag="fetch", omit_defaults=True):
     """Bring what is not in DRAM from wherever it is, within ``seconds``; answered at once. ``before``: the key before the first, or "".
 
-    Arrays: keys u8[n, 32].
+    ``stages``: what of each page to read first, second, ...: byte ranges (`umbp.core.stages`). Arrays: keys u8[n, 32].
     """
 
     row: Row
@@ -215,6 +214,7 @@ class Fetch(Message, frozen=True, tag="fetch"):
     n: Batch
     seconds: FetchSeconds
     before: Hex = ""
+    stages: Annotated[list[Annotated[list[tuple[Number, Number]], msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=8)] = []
 
 
 class GetFetched(Message, frozen=True, tag="get_fetched"):

@@ -110,6 +110,11 @@ def test_what_falls_out_of_dram_comes_back_and_a_lookup_tells_the_tier(pool: Poo
     assert tiers[-1] == NOWHERE
     assert set(tiers[:-1].tolist()) == {Tier.DRAM, Tier.SSD}
     assert int(np.count_nonzero(tiers == Tier.SSD)) > COUNT // 2
+    assert ns.lookup(keys_of(*range(COUNT), 9999)).tolist() == (tiers == Tier.DRAM).tolist()
+    assert ns.lookup(keys_of(*range(COUNT), 9999), tier=Tier.SSD).tolist() == (tiers != NOWHERE).tolist()
+    assert (ns.prefix(keys_of(*range(COUNT), 9999), tier=Tier.SSD), ns.prefix(keys_of(9999), tier=Tier.SSD)) == (COUNT, 0)
+    with pytest.raises(umbp.InvalidRequest, match="tier"):
+        ns.lookup(keys_of(1), tier=Tier.REMOTE)
     old = np.flatnonzero(tiers == Tier.SSD)[:100].tolist()
     mixed = [number for pair in zip(old[:50], range(COUNT - 50, COUNT), strict=True) for number in pair]
     assert check(ns, *mixed, 9999) == mixed

@@ -26,7 +26,19 @@ from store.tables import (
 )
 
 from umbp.store import index as index_module
-from umbp.store.index import BUCKET_SLOTS, W_SUM, W_VERSION, IndexWriter, hashes, place_word
+from umbp.store.index import (
+    BUCKET_SLOTS,
+    CHUNKS_MAX,
+    FILLING,
+    GRAIN_BYTES,
+    W_SUM,
+    W_VERSION,
+    IndexWriter,
+    chunk_bytes,
+    chunks_of,
+    hashes,
+    place_word,
+)
 
 # -- against a dict ------------------------------------------------------------------------------------------------------------------------
 
@@ -244,6 +256,55 @@ def test_an_entry_is_visible_between_publish_and_unpublish_only() -> None:
     assert lookup(table, [5]) == [-1]
     assert (table.reserved().tolist(), table.committed().tolist()) == ([], [])
     assert not table.buckets.any()
+
+
+def test_what_the_pool_fills_is_seen_chunk_by_chunk_and_known_again_once_committed() -> None:
+    table = make(64)
+    ids, keys = np.array([3, 4, 5]), words_of([7, 8, 9])
+    table.write_reserved(ids, keys, PLACE, ids * 256, 0)
+    assert table.enter(ids).all()
+    reading = lambda: table.filling(words_of([9, 7, 1, 8]), NUMBER, PLACE)  # noqa: E731
+    assert not reading().hit.any(), "nothing of them is there yet"
+    table.fill(ids[:2], 0b1)
+    table.fill(ids[:1], 0b110)
+    found = reading()
+    assert found.hit.tolist() == [False, True, False, True]
+    assert found.ids[[1, 3]].tolist() == [3, 4]
+    assert [int(word) ^ FILLING for word in found.rows[[1, 3], W_SUM].tolist()] == [0b111, 0b1]
+    assert lookup(table, [7, 8, 9]) == [-1, -1, -1]
+    marks = found.versions[[1, 3]]
+    table.publish(ids[:1], np.array([77], np.uint64))
+    assert table.versions_of(ids[:2]).tolist() == [int(marks[0]) - 1, int(marks[1])]
+    assert reading().hit.tolist() == [False, False, False, True]
+    table.unpublish(ids[1:2])  # given back, and taken again for the same key: another pair
+    table.write_reserved(ids[1:2], keys[1:2], PLACE, ids[1:2], 0)
+    assert table.enter(ids[1:2]).all()
+    table.publish(ids[1:2], None)
+    assert int(table.versions_of(ids[1:2])[0]) != int(marks[1]) - 1
+    with pytest.raises(AssertionError, match="not reserved"):
+        table.fill(ids[:1], 1)
+    other = table.filling(keys, NUMBER + 1, place_word(NUMBER + 1, 256))
+    assert not other.hit.any()
+
+
+def test_a_client_s_own_reservation_is_none_that_the_pool_fills() -> None:
+    table = make(64)
+    at = np.array([0])
+    table.write_reserved(at, words_of([5]), PLACE, at, (1 << 62) + 5)
+    table.enter(at)
+    assert not table.filling(words_of([5]), NUMBER, PLACE).hit.any()
+
+
+@pytest.mark.parametrize("size", [1, GRAIN_BYTES, GRAIN_BYTES + 1, 62 * GRAIN_BYTES, 62 * GRAIN_BYTES + 1, 1 << 30])
+def test_chunks_are_few_whole_grains_and_cover_a_page(size: int) -> None:
+    each = chunk_bytes(size)
+    assert each % GRAIN_BYTES == 0
+    assert (size - 1) // each < CHUNKS_MAX
+    every = chunks_of(size, 0, size)
+    assert every == (1 << -(-size // each)) - 1 < FILLING
+    cut = size // 2
+    assert chunks_of(size, 0, cut) | chunks_of(size, cut, size) == every
+    assert chunks_of(size, cut, cut) == 0
 
 
 def test_versions_are_used_once_and_known_again_after_a_restart() -> None:

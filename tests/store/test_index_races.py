@@ -81,7 +81,7 @@ class Scene:
         reserve(self.table, 0, self.goer, 7777)
 
     def commit_again(self) -> None:
-        self.commits.add((2 * int(self.table._counter[0]) + 2, 7777))
+        self.commits.add((int(self.table.entries[0, W_VERSION]) - 1, 7777))  # of the same pair as the reservation
         self.table.publish(np.array([0]), None)
         self.shown[self.goer] = True
 

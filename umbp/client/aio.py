@@ -24,7 +24,7 @@ from umbp.client.steps import Call, Operation, Send, T, drive
 from umbp.client.sync import CLOSE_SECONDS_MAX, CONNECT_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
-from umbp.types import U8, Mask, Statuses
+from umbp.types import U8, Mask, Statuses, Tier
 
 log = logging.getLogger("umbp.client")
 
@@ -281,15 +281,15 @@ class AsyncNamespace:
         """What has become of a prefetch by now."""
         return await self._pool.run(fetches.prefetch_status(self._operations, request_id))
 
-    async def lookup(self, keys: Any, *, session: str = "") -> Mask:
-        """Which keys are stored, (n,) bool; no call."""
-        found = self._operations.lookup(keys, session)
+    async def lookup(self, keys: Any, *, session: str = "", tier: Tier = Tier.DRAM) -> Mask:
+        """Which keys are stored, (n,) bool, in DRAM or, with `Tier.SSD`, on this node's SSD too; no call."""
+        found = self._operations.lookup(keys, session, tier)
         self._pool.noted()
         return found
 
-    async def prefix(self, keys: Any, *, session: str = "") -> int:
+    async def prefix(self, keys: Any, *, session: str = "", tier: Tier = Tier.DRAM) -> int:
         """How many leading keys are stored; no call."""
-        length = self._operations.prefix(keys, session)
+        length = self._operations.prefix(keys, session, tier)
         self._pool.noted()
         return length
 

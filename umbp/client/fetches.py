@@ -26,9 +26,9 @@ from umbp import wire
 from umbp.client.link import Bond
 from umbp.client.operations import Operations
 from umbp.client.steps import Operation, Pause, Send
+from umbp.core.stages import Ranges
 from umbp.errors import InvalidRequest, UmbpError, Unavailable
 from umbp.layout import as_keys
-from umbp.store.index import key_words, place_word
 from umbp.types import I64, NOWHERE, PENDING, U8, Mask, PrefetchState, ReadStatus, Statuses, Tier
 
 FETCH_SECONDS = 2.0  # a prefill computes some 10 pages in this time: who has not come by then is better recomputed
@@ -98,6 +98,10 @@ class Wanted:
             self.looked_at = now
             if (look := operations.look(keys[self.which[pending]])) is not None:
                 self.status[pending[look.found.hit]] = ReadStatus.HIT
+        yield from self.ask_again(now)
+
+    def ask_again(self, now: float) -> Operation[None]:
+        """Ask the pool what has become of the rest, if it is time to."""
         if self.over or now < self.asked_at + self.patience:
             return
         self.asked_at, self.patience = now, min(2 * self.patience, ASK_SECONDS[1])
@@ -118,7 +122,7 @@ def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: floa
     array, rows, codes = as_keys(keys), operations.rows(out), statuses.codes
     wanted = Wanted(missing, np.full(len(missing), PENDING, np.uint8), time.monotonic() + seconds + ANSWER_SECONDS)
     try:
-        yield from _ask(operations, wanted, array, seconds)
+        yield from ask(operations, wanted, array, seconds)
         while True:
             if len(fresh := wanted.fresh()):
                 codes[fresh] = (yield from operations.read(array[fresh], rows.only(fresh), verify)).codes
@@ -146,7 +150,7 @@ def hold(operations: Operations, keys: U8, seconds: float, stop: Callable[[], bo
     every = np.arange(len(keys))
     wanted = Wanted(every, np.full(len(keys), PENDING, np.uint8), time.monotonic() + seconds + ANSWER_SECONDS)
     try:
-        yield from _ask(operations, wanted, keys, seconds)
+        yield from ask(operations, wanted, keys, seconds)
         while not wanted.over and not stop():
             yield from wanted.pause()
             yield from wanted.look(operations, keys)
@@ -176,7 +180,7 @@ def locate(operations: Operations, keys: Any) -> Operation[U8]:
     tiers[look.found.hit] = Tier.DRAM
     absent = np.flatnonzero(~look.found.hit)
     if look.bond.ssd is not None and len(absent):
-        on_ssd = look.bond.ssd.find(key_words(array[absent]), look.number, place_word(look.number, operations.object_bytes)).hit
+        on_ssd = operations.on_ssd(look, array[absent])
         tiers[absent[on_ssd]] = Tier.SSD
         absent = absent[~on_ssd]
     if look.bond.far or (look.bond.fetches and look.bond.ssd is None):
@@ -213,7 +217,9 @@ def prefetch_status(operations: Operations, request_id: str) -> Operation[Prefet
 # -- steps of it ---------------------------------------------------------------------------------------------------------------------
 
 
-def _ask(operations: Operations, wanted: Wanted, keys: U8, seconds: float) -> Operation[None]:
+def ask(operations: Operations, wanted: Wanted, keys: U8, seconds: float, stages: tuple[Ranges, ...] = ()) -> Operation[None]:
+    """Have these pages brought, in these stages where a part of a page is of use (`umbp.core.stages`)."""
+    order = [list(stage) for stage in stages]
     bond, number = operations.current()
     wanted.bond, wanted.seen, wanted.asked_at = bond, np.zeros(len(wanted.which), bool), time.monotonic()
     wanted.moved_at = wanted.asked_at
@@ -221,7 +227,7 @@ def _ask(operations: Operations, wanted: Wanted, keys: U8, seconds: float) -> Op
         part = slice(start, min(start + wire.BATCH_MAX, len(wanted.which)))
         which = wanted.which[part]
         before = keys[which[0] - 1].tobytes().hex() if which[0] else ""
-        reply, blob = yield bond.call(wire.Fetch(operations.opened.row, number, len(which), seconds, before), keys[which])
+        reply, blob = yield bond.call(wire.Fetch(operations.opened.row, number, len(which), seconds, before, order), keys[which])
         if reply.number:
             wanted.parts.append((reply.number, part))
         wanted.status[part] = blob.take(np.uint8, reply.n)

@@ -35,7 +35,7 @@ from umbp.errors import InvalidRequest, LimitReached, Unavailable
 from umbp.layout import as_keys
 from umbp.store.checksums import checksum, checksums
 from umbp.store.index import W_PLACE, W_VERSION, key_words, place_word
-from umbp.types import I64, KEY_BYTES, U8, U64, Mask, ReadStatus, Statuses, WriteStatus
+from umbp.types import I64, KEY_BYTES, U8, U64, Mask, ReadStatus, Statuses, Tier, WriteStatus
 
 CHUNK_BYTES = 64 << 20  # about 5 ms of copying between two checks
 IN_FLIGHT_SECONDS_MAX = 2.0  # a put waits this long for another client that is writing the same key
@@ -89,18 +89,32 @@ class Operations:
         keys: U8 = np.ascontiguousarray(words).view(np.uint8).reshape(-1, KEY_BYTES)
         return keys, start + count if start + count < len(entries) else 0
 
-    def lookup(self, keys: Any, session: str) -> Mask:
-        """Which keys are stored; (n,) bool. No call."""
+    def lookup(self, keys: Any, session: str, tier: Tier = Tier.DRAM) -> Mask:
+        """Which keys are stored in this tier of this node or a faster one, DRAM or SSD; (n,) bool. No call."""
         array = as_keys(keys)
+        if tier is not Tier.DRAM and tier is not Tier.SSD:
+            raise InvalidRequest(f"{tier!r} cannot be looked up without a call: see locate()", field="tier", example="umbp.Tier.SSD")
         if not len(array):
             return np.zeros(0, bool)
         look = self.look(array)
         self.note(array, session)
-        return np.zeros(len(array), bool) if look is None else look.found.hit
+        if look is None:
+            return np.zeros(len(array), bool)
+        hit = look.found.hit
+        if tier is Tier.SSD and not hit.all():
+            absent = np.flatnonzero(~hit)
+            hit[absent] = self.on_ssd(look, array[absent])
+        return hit
 
-    def prefix(self, keys: Any, session: str) -> int:
+    def on_ssd(self, look: Look, keys: U8) -> Mask:
+        """Which of these the index of this node's SSD tier shows; none where it has none."""
+        if look.bond.ssd is None:
+            return np.zeros(len(keys), bool)
+        return look.bond.ssd.find(key_words(keys), look.number, place_word(look.number, self.object_bytes)).hit
+
+    def prefix(self, keys: Any, session: str, tier: Tier = Tier.DRAM) -> int:
         """Length of the leading run of stored keys. No call."""
-        hit = self.lookup(keys, session)
+        hit = self.lookup(keys, session, tier)
         return len(hit) if hit.all() else int(hit.argmin())
 
     def get(self, keys: Any, out: Any, verify: str) -> Operation[Statuses]:

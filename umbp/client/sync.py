@@ -29,7 +29,7 @@ from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, run
 from umbp.client.waker import Waker
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
-from umbp.types import U8, Mask, Statuses
+from umbp.types import U8, Mask, Statuses, Tier
 
 log = logging.getLogger("umbp.client")
 CONNECT_SECONDS_MAX = 2.0
@@ -429,17 +429,20 @@ class Namespace:
         """What has become of a prefetch by now; it is known for a minute after its end. NotFound after that."""
         return self._pool.run(fetches.prefetch_status(self._operations, request_id))
 
-    def lookup(self, keys: Any, *, session: str = "") -> Mask:
-        """Which keys are stored, (n,) bool; no call. Protects nothing. ``session`` names the conversation, for the access history."""
+    def lookup(self, keys: Any, *, session: str = "", tier: Tier = Tier.DRAM) -> Mask:
+        """Which keys are stored, (n,) bool; no call. Protects nothing. ``session`` names the conversation, for the access history.
+
+        ``tier``: in this node's DRAM, or with `Tier.SSD` in DRAM or on its SSD. In which of them, or elsewhere: `locate`.
+        """
         self._pool._start()
-        found = self._operations.lookup(keys, session)
+        found = self._operations.lookup(keys, session, tier)
         self._pool.noted()
         return found
 
-    def prefix(self, keys: Any, *, session: str = "") -> int:
-        """How many leading keys are stored; no call."""
+    def prefix(self, keys: Any, *, session: str = "", tier: Tier = Tier.DRAM) -> int:
+        """How many leading keys are stored, as `lookup` says; no call."""
         self._pool._start()
-        length = self._operations.prefix(keys, session)
+        length = self._operations.prefix(keys, session, tier)
         self._pool.noted()
         return length
 

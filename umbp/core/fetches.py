@@ -11,6 +11,9 @@ the same page of the same namespace share one entry in `Fetches.pages`, so a pag
 A page that is RUNNING ends by `land` alone: who leaves cancels its own wait, not the fetch. Pages that somebody waits for (urgent) go
 before those of prefetches; a page of a prefetch that somebody comes to wait for moves up.
 
+A load that wants its first layers first says in which stages its pages are to be read (`umbp.core.stages`); pages of one batch have the
+same.
+
 A ticket that is not *far* is for what this node has itself (a peer's order): its pages are fetched from local sources only. A page that
 both kinds want is fetched as a far one; who comes with a far ticket while it is being looked for near by has it queued again if that fails.
 
@@ -32,6 +35,7 @@ from typing import TypeAlias
 
 import numpy as np
 
+from umbp.core.stages import Ranges
 from umbp.errors import Conflict, LimitReached, NotFound
 from umbp.types import PENDING, U8, Mask, PrefetchState, ReadStatus
 
@@ -48,12 +52,16 @@ Name: TypeAlias = tuple[int, bytes]  # number of the namespace, key
 
 @dataclass(slots=True)
 class Page:
-    """One page on its way. ``before``: the key before it in the list of who asked first, or b"": the policies' hint."""
+    """One page on its way. ``before``: the key before it in the list of who asked first, or b"": the policies' hint.
+
+    ``stages``: the order of who asked first for one.
+    """
 
     key: bytes
     before: bytes
     urgent: bool
     far: bool
+    stages: tuple[Ranges, ...] = ()
     running: bool = False
     waiters: list[tuple[Ticket, int]] = field(default_factory=list)
 
@@ -74,6 +82,7 @@ class Ticket:
     payload: bytes = b""
     hold: float = 0.0  # seconds that a prefetch keeps its pages from eviction
     far: bool = True  # other nodes may be asked
+    stages: tuple[Ranges, ...] = ()
     started: bool = False
     expired: bool = False
     over_at: float = float("inf")
@@ -104,6 +113,7 @@ class Batch:
     pages: tuple[Page, ...]
     keys: U8  # (n, 32)
     far: bool
+    stages: tuple[Ranges, ...] = ()
 
     @property
     def deadline(self) -> float:
@@ -160,6 +170,7 @@ class Fetches:
         before: bytes = b"",
         hold: float = 0.0,
         far: bool = True,
+        stages: tuple[Ranges, ...] = (),
     ) -> Ticket:
         """A ticket for these keys. ``there``: which are in DRAM already. ``before``: the key before the first, or b"".
 
@@ -172,6 +183,7 @@ class Fetches:
             raise LimitReached(f"this session waits for {len(mine)} fetches, which is the limit", field="fetch")
         status = np.where(there, ReadStatus.HIT, PENDING).astype(np.uint8)
         ticket = Ticket(self._next, session, row, namespace, keys, status, int(np.count_nonzero(~there)), deadline, hold=hold, far=far)
+        ticket.stages = stages
         self._next += 1
         self.tickets[ticket.number] = ticket
         if session:
@@ -255,20 +267,20 @@ class Fetches:
         if not queue:
             return None
         (namespace, key), row = next(iter(queue.items()))
-        far = self.pages[namespace, key].far
+        far, stages = self.pages[namespace, key].far, self.pages[namespace, key].stages
         pages: list[Page] = []
         while queue and len(pages) < pages_max:
             name = next(iter(queue))
-            if name[0] != namespace or self.pages[name].far != far:
+            page = self.pages[name]
+            if name[0] != namespace or page.far != far or page.stages != stages:
                 break
             del queue[name]
-            page = self.pages[name]
             page.running = True
             pages.append(page)
             for ticket, _ in page.waiters:
                 ticket.started = True
         every = np.frombuffer(b"".join([page.key for page in pages]), np.uint8).reshape(-1, 32)
-        return Batch(row, namespace, tuple(pages), every, far)
+        return Batch(row, namespace, tuple(pages), every, far, stages)
 
     def land(self, now: float, batch: Batch, which: list[int], status: U8) -> dict[Ticket, list[int]]:
         """These pages of the batch (indices) have come to an end with this status each. Who waited, and for which of them (indices)."""
@@ -344,12 +356,13 @@ class Fetches:
                 ticket.status[at] = ReadStatus.BUSY
                 ticket.left -= 1
                 return
-            page = self.pages[name] = Page(name[1], before, urgent, ticket.far)
+            page = self.pages[name] = Page(name[1], before, urgent, ticket.far, ticket.stages)
             (self._urgent if urgent else self._idle)[name] = ticket.row
         else:
             self._count["merged"] += 1
             ticket.started |= page.running
             page.far |= ticket.far and not page.running
+            page.stages = page.stages or (() if page.running else ticket.stages)
             if urgent and not page.urgent:
                 page.urgent = True
                 if not page.running:

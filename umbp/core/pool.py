@@ -35,7 +35,7 @@ from umbp.core.room import Room, Watermarks
 from umbp.core.scratch import Scratch
 from umbp.errors import InvalidRequest, LimitReached, NotFound
 from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, Request, build
-from umbp.store.index import W_PLACE, W_SUM, Found, IndexWriter, hashes, key_words, place_word
+from umbp.store.index import FILLING, W_PLACE, W_SUM, Found, IndexWriter, hashes, key_words, place_word
 from umbp.types import I64, U8, U64, Mask
 
 DOOMED_SLICE = 4096  # objects of flushed namespaces removed a tick: about 2 ms
@@ -112,7 +112,8 @@ class Pool:
         self._tell_policy(now, self.objects.policy)
         self._queue_sums(live[self.table.entries[live, W_SUM] == 0])
         orphans = np.flatnonzero(self.objects.state == ORPHAN)
-        owner_of = self.table.entries[orphans, W_SUM].astype(np.int64)
+        owner_of = self.table.entries[orphans, W_SUM]
+        owner_of = np.where(owner_of >= np.uint64(FILLING), 0, owner_of).astype(np.int64)  # what the pool itself was filling
         owners = {int(owner): orphans[owner_of == owner] for owner in np.unique(owner_of).tolist()}
         for owner, part in owners.items():
             self.writes.adopt(now, owner, self._limbo(0), part)

@@ -64,7 +64,7 @@ class Bounce:
     def __repr__(self) -> str:
         return f"<Bounce of {len(self.tensors.planes)} planes>"
 
-    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken) -> bool:
+    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken, layers: tuple[int, int] | None = None) -> bool:
         """As `Mover.restore`."""
         if not load.claim():
             return False
@@ -72,7 +72,7 @@ class Bounce:
         try:
             with self._runtime.use(), self._runtime.on(self._loads.stream):
                 load.hold_start()
-                for layer in range(self.tensors.layers):
+                for layer in range(*(layers or (0, self.tensors.layers))):
                     size = self.layer_bytes[layer] * len(slots)
                     if not convoy.admit(size):
                         return False

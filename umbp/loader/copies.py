@@ -57,16 +57,17 @@ class Copies:
     def __repr__(self) -> str:
         return f"<Copies of {len(self.planes)} layers with {self.threads} threads>"
 
-    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken) -> bool:
+    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken, layers: tuple[int, int] | None = None) -> bool:
         """See `Mover.restore`."""
-        layers = _Layers(self, load, data, Route(offsets, slots).split(self.threads * PARTS), taken)
         if not load.claim():
             return False
         try:
-            self._together(layers.run)
+            first, last = layers or (0, len(self.planes))
+            work = _Layers(self, load, data, Route(offsets, slots).split(self.threads * PARTS), taken, first, last)
+            self._together(work.run)
         finally:
             load.let_go()
-        return not layers.stopped
+        return not work.stopped
 
     def save(self, data: U8, offsets: I64, slots: I64) -> None:
         """See `Mover.save`."""
@@ -172,12 +173,13 @@ class _Layers:
     piece and those of all layers before it are there.
     """
 
-    def __init__(self, copies: Copies, load: Load, data: U8, routes: list[Route], taken: Taken) -> None:
+    def __init__(self, copies: Copies, load: Load, data: U8, routes: list[Route], taken: Taken, first: int, last: int) -> None:
         self.stopped = False
         self._copies, self._load, self._data, self._routes, self._taken = copies, load, data, routes, taken
+        self._first, self._last = first, last
         self._next = count()
-        self._left = [len(routes)] * len(copies.planes)
-        self._ready = 0
+        self._left = [len(routes)] * last  # of each layer; those below the first are not looked at
+        self._ready = first
         self._pages = sum(map(len, routes))
         self._lock = threading.Lock()
         self._tell()
@@ -185,12 +187,13 @@ class _Layers:
     def run(self) -> None:
         """Take pieces until none is left, or the load is cancelled or late."""
         load, parts = self._load, len(self._routes)
-        total = parts * len(self._left)
+        total = parts * (self._last - self._first)
         while (piece := next(self._next)) < total:  # one step of the interpreter: no piece is taken twice
             if self.stopped or load.cancelled or time.monotonic() > load.deadline:
                 self.stopped = True
                 return
             layer, part = divmod(piece, parts)
+            layer += self._first
             try:
                 self._copies.move(self._data, layer, self._routes[part])
             except BaseException:

@@ -94,12 +94,13 @@ class DeviceMover:
             self._tables[first, last] = made
         return made
 
-    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken) -> bool:
+    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken, layers: tuple[int, int] | None = None) -> bool:
         """See `Mover.restore`."""
+        begin, end = layers or (0, self.tensors.layers)
         try:
             alias = self.segment.alias(data)
         except Fault:
-            return self.bounce.restore(load, data, offsets, slots, taken)
+            return self.bounce.restore(load, data, offsets, slots, taken, layers)
         if not load.claim():
             return False
         convoy = Convoy(load)
@@ -107,7 +108,8 @@ class DeviceMover:
             with self.runtime.use(), self.runtime.on(self.stream):
                 window = Window.of(alias, offsets, slots[None, :], self.runtime.device)
                 load.hold_start()  # behind the table, whose copy the host waits for
-                for first, last in layer_groups(self.layer_bytes, pages=len(slots), readers=1):
+                for first, last in layer_groups(self.layer_bytes[begin:end], pages=len(slots), readers=1):
+                    first, last = begin + first, begin + last
                     size = sum(self.layer_bytes[first:last]) * len(slots)
                     if not convoy.admit(size):
                         return False

@@ -10,7 +10,8 @@ raises into the serving loop: it is a reason in the answer. A load of a group: s
 alone. Which of the two, and how, is `umbp.core.movers`'s choice.
 
 Pages that are not in DRAM (`umbp.client.fetches`) are brought there first, for at most `FETCH_SHARE` of the load's time, and held until the
-load is over; what has not come by then is missing. A load of pages that are all in DRAM makes no call for it.
+load is over; what has not come by then is missing. A load of pages that are all in DRAM makes no call for it. Where a good part is on this
+node's SSD, it begins with the layers that have been read (`umbp.loader.streams`).
 
 An offload: see `umbp.loader.offloads`.
 
@@ -46,6 +47,7 @@ from umbp.loader.group import Alone, Group, Rank
 from umbp.loader.handles import Load, Offload
 from umbp.loader.offloads import Offloads
 from umbp.loader.runtime import Fault, Runtime
+from umbp.loader.streams import Stream, Streaming, streaming_or_none
 from umbp.loader.tensors import KvTensors, as_slots
 from umbp.types import I64, NOWHERE, U8, Mask
 
@@ -223,6 +225,9 @@ class Loader:
             if load.over:  # its deadline passed before its turn came
                 return
             seconds = max(0.0, FETCH_SHARE * (load.deadline - time.monotonic()))
+            if verify == "never" and (streaming := streaming_or_none(self.namespace, keys)) is not None:
+                self._stream(load, keys, slots, after, taken, seconds, streaming)
+                return
             wanted = self.namespace.run(hold(self.namespace.operations, keys, seconds, lambda: load.over or load.cancelled))
             if after is not None:
                 after.synchronize()
@@ -245,6 +250,15 @@ class Loader:
             self._end(load, held, reason, taken)
             if wanted is not None:
                 self.namespace.run(end(wanted))
+
+    def _stream(self, load: Load, keys: U8, slots: I64, after: Any, taken: Taken, seconds: float, how: Streaming) -> None:
+        """A load of pages that are on SSD, to its end: the first layers first."""
+        if after is not None:
+            after.synchronize()
+        self._went(load, Choice("solo", "ssd", f"{how.ssd_bytes} bytes are on SSD: each rank moves what has been read of them"))
+        stream = Stream(load, self.namespace, self._mover, slots, taken, how.stages.needs)
+        with contextlib.suppress(LeaseLost):  # what did not count was told as missing
+            stream.run(keys, seconds, how, lambda held, reason: self._end(load, held, reason, taken))
 
     def _choose(self, pages: int, verify: str) -> Choice:
         """How this load is done."""

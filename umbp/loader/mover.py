@@ -14,10 +14,10 @@ class Mover(Protocol):
 
     layer_bytes: list[int]
 
-    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken) -> bool:
+    def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken, layers: tuple[int, int] | None = None) -> bool:
         """All layers of these pages into their slots, each told to the load. False if it was cancelled, late, or over before it began.
 
-        When this returns or raises, nothing of it is written any more.
+        ``layers``: only these, half-open; those before them are there. When this returns or raises, nothing of it is written any more.
         """
 
     def save(self, data: U8, offsets: I64, slots: I64) -> None:

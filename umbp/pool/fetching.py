@@ -25,8 +25,8 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +34,10 @@ from umbp.core.fetches import Batch, Fetches, Ticket
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.errors import LimitReached, UmbpError
+from umbp.pool.parts import Part, Room, SourceCounts, names, runs
 from umbp.pool.places import READS_PER_PLACE, Places
-from umbp.pool.sources import Offer, Source, Space, Taken
+from umbp.pool.sources import Offer, Ranged, Source, Space, Taken
+from umbp.pool.staged import Staged, checked_stages
 from umbp.store.checksums import checksums
 from umbp.store.index import hashes, key_words
 from umbp.transport.base import Lingering
@@ -57,36 +59,6 @@ SESSION = 0  # the pool's own
 PEERS = -1  # of all peers' orders together
 
 
-@dataclass(slots=True)
-class SourceCounts:
-    """Of one source, since the start."""
-
-    pages: int = 0
-    size_bytes: int = 0
-    missed: int = 0
-    failed: int = 0
-    refused: int = 0  # no room here
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Pages of a batch that one read brings: ``which`` (m,) indices of the batch."""
-
-    source: Source
-    offer: Offer
-    which: I64
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """A reservation of the pool's own: entries and offsets of the pages ``which`` (m,), indices of the batch."""
-
-    number: int
-    which: I64
-    ids: I64
-    offsets: I64
-
-
 class Fetching:
     """All fetches of one pool process."""
 
@@ -102,9 +74,10 @@ class Fetching:
         self.fetches = Fetches()
         self.counts = {source.name: SourceCounts() for source in self.sources}
         self.places = Places(now)
+        self.staged = Staged(self)
         self._passing: dict[int, np.uint64] = {}  # entries that go with their last lease, and their versions
         self._more = asyncio.Event()
-        self._reads = asyncio.Semaphore(READS_MAX)
+        self.reads = asyncio.Semaphore(READS_MAX)
         self._batches = 0
         self._over: dict[int, asyncio.Event] = {}  # of tickets that a task of this process waits for
 
@@ -113,15 +86,20 @@ class Fetching:
 
     # -- for sessions ------------------------------------------------------------------------------------------------------------------
 
-    def fetch(self, now: float, session: int, row: int, number: int, keys: U8, before: bytes, seconds: float) -> Ticket | None:
-        """A ticket for these pages; None if the namespace has another number by now. What is in DRAM already is leased at once."""
+    def fetch(
+        self, now: float, session: int, row: int, number: int, keys: U8, before: bytes, seconds: float, stages: Sequence[Any] = ()
+    ) -> Ticket | None:
+        """A ticket for these pages; None if the namespace has another number by now. What is in DRAM already is leased at once.
+
+        ``stages``: byte ranges of a page, in the order in which they are wanted, where the caller looks at pages before they are whole.
+        """
         account = self.pool.find_namespace(row).account
         if number != account.number:
             return None
-        found = self.pool.find_keys(account, keys)
+        found, order = self.pool.find_keys(account, keys), checked_stages(stages, account.object_bytes)
         there = found.hit if self.sources else np.ones(len(keys), bool)
         ticket = self.fetches.ask(
-            now, _names(keys), there, session=session, row=row, namespace=number, deadline=now + seconds, before=before
+            now, names(keys), there, session=session, row=row, namespace=number, deadline=now + seconds, before=before, stages=order
         )
         if not self.sources:
             ticket.status[~found.hit] = ReadStatus.MISS
@@ -143,7 +121,7 @@ class Fetching:
         there = found.hit if self.sources and number == account.number else np.ones(len(keys), bool)
         payload = sha256(b"%f %f " % (seconds, hold) + keys.tobytes()).digest()
         ticket, fresh = self.fetches.prefetch(
-            now, _names(keys), there, row=row, namespace=number, request=request, payload=payload, deadline=now + seconds, hold=hold
+            now, names(keys), there, row=row, namespace=number, request=request, payload=payload, deadline=now + seconds, hold=hold
         )
         if fresh:
             ticket.status[there & ~found.hit] = ReadStatus.MISS
@@ -173,7 +151,7 @@ class Fetching:
         none = np.zeros(len(keys), bool)
         with contextlib.suppress(LimitReached):
             ticket = self.fetches.ask(
-                now, _names(keys), none, session=PEERS, row=account.row, namespace=account.number, deadline=deadline, far=False
+                now, names(keys), none, session=PEERS, row=account.row, namespace=account.number, deadline=deadline, far=False
             )
             over = self._over[ticket.number] = asyncio.Event()
             self._more.set()
@@ -229,7 +207,7 @@ class Fetching:
         except Exception:  # our own fault: these pages fail, the pool goes on
             log.exception("a batch of %d pages could not be fetched", len(batch.pages))
         finally:
-            self._land(batch, np.flatnonzero([page.running for page in batch.pages]), codes)
+            self.land(batch, np.flatnonzero([page.running for page in batch.pages]), codes)
             self._batches -= 1
             self._more.set()
 
@@ -249,10 +227,10 @@ class Fetching:
             share = FIRST_SHARE if attempt == 0 else 1.0
             until = self.now() + min(share * remaining, OFFERS_SECONDS_MAX)
             offers = await self._offers(space, keys[left], excluded, until, far=batch.far)
-            parts, nobody = self._deal(space, offers, left)
+            parts, nobody = self._deal(batch, space, offers, left)
             if attempt == 0:
                 codes[left[nobody]] = ReadStatus.MISS
-            self._land(batch, left[nobody], codes)
+            self.land(batch, left[nobody], codes)
             failed = await asyncio.gather(*(self._take(batch, space, keys, part, share, codes) for part in parts))
             excluded |= {part.offer.place for part, which in zip(parts, failed, strict=True) if len(which)}
             left = np.sort(np.concatenate([np.empty(0, np.int64), *failed]))
@@ -278,7 +256,7 @@ class Fetching:
         made = await asyncio.gather(*(ask(source) for source in self.sources if far or source.local))
         return sorted((pair for pairs in made for pair in pairs), key=lambda pair: pair[1].seconds / len(pair[1].which))
 
-    def _deal(self, space: Space, offers: list[tuple[Source, Offer]], left: I64) -> tuple[list[Part], Mask]:
+    def _deal(self, batch: Batch, space: Space, offers: list[tuple[Source, Offer]], left: I64) -> tuple[list[Part], Mask]:
         """Each page to the cheapest offer that has it, in parts; and the pages that nobody has, (len(left),) bool."""
         nobody = np.ones(len(left), bool)
         parts: list[Part] = []
@@ -286,6 +264,10 @@ class Fetching:
         for source, offer in offers:
             mine = offer.which[nobody[offer.which]]
             nobody[mine] = False
+            if batch.stages and isinstance(source, Ranged):
+                staged = self.staged.pages_max(len(mine), space)
+                parts += [Part(source, offer, left[mine[:staged]], staged=True)] if staged else []
+                mine = mine[staged:]
             half = max(PART_BYTES_MIN, -(-len(mine) * space.object_bytes // READS_PER_PLACE))
             step = max(1, min(source.read_bytes_max, room, half) // space.object_bytes)
             parts += [Part(source, offer, left[mine[start : start + step]]) for start in range(0, len(mine), step)]
@@ -296,26 +278,36 @@ class Fetching:
 
     async def _take(self, batch: Batch, space: Space, keys: U8, part: Part, share: float, codes: U8) -> I64:
         """Read one part; what is there lands. The pages (indices of the batch) that failed and may be elsewhere."""
+        if part.staged:
+            return await self.staged.take(batch, space, keys, part, codes)
         place = self.places.of(part.offer.place)
-        async with place.turns, self._reads:
+        async with place.turns, self.reads:
             now = self.now()
             if self.places.is_suspect(part.offer.place):  # it failed while this part waited for its turn
                 return part.which
             deadline = now + share * min(batch.deadline - now, READ_SECONDS_MAX / FIRST_SHARE)
             if deadline <= now:
                 codes[part.which] = ReadStatus.BUSY
-                self._land(batch, part.which, codes)
+                self.land(batch, part.which, codes)
                 return part.which[:0]
             waiting, failed = await self._reserve_and_read(batch, space, keys, part, deadline, codes)
         # Without a turn, as it may take long: pages that a client is writing itself.
-        return np.concatenate([failed, await self._await_writers(batch, waiting, codes)])
+        return np.concatenate([failed, await self.await_writers(batch, waiting, codes)])
 
     async def _reserve_and_read(self, batch: Batch, space: Space, keys: U8, part: Part, deadline: float, codes: U8) -> tuple[I64, I64]:
         """Which pages another writer has under way, and which failed."""
-        nothing = part.which[:0]
-        waiting, rooms = [nothing], []
+        waiting, rooms = self.reserve(batch, space, keys, part, deadline, codes)
+        if not rooms:
+            return waiting, part.which[:0]
+        mine = np.concatenate([room.which for room in rooms])
+        done = await self._read(batch, space, part, keys, mine, rooms, deadline, codes)
+        return waiting, mine[~done]
+
+    def reserve(self, batch: Batch, space: Space, keys: U8, part: Part, deadline: float, codes: U8) -> tuple[I64, list[Room]]:
+        """Room for the pages of a part; which of them another writer has under way. What is there by now, or has no room, lands."""
+        waiting, rooms = [part.which[:0]], []
         try:
-            for which in _runs(batch, part.which):
+            for which in runs(batch, part.which):
                 now = self.now()
                 before, seconds = batch.pages[which[0]].before, deadline - now + 1.0
                 made = self.pool.reserve(now, SESSION, space.row, keys[which], before, seconds, number=space.number, admit=False)
@@ -325,16 +317,12 @@ class Fetching:
                 waiting.append(which[(made.status == WriteStatus.PENDING) & ~made.mine])
                 self.counts[part.source.name].refused += len(refused)
                 codes[there], codes[refused] = ReadStatus.HIT, ReadStatus.BUSY
-                self._land(batch, np.concatenate([there, refused]), codes)
+                self.land(batch, np.concatenate([there, refused]), codes)
         except BaseException:  # nobody else gives back what the pool itself has reserved
             for room in rooms:
                 self.pool.commit(self.now(), SESSION, room.number, np.zeros(len(room.ids), bool), None)
             raise
-        if not rooms:
-            return np.concatenate(waiting), nothing
-        mine = np.concatenate([room.which for room in rooms])
-        done = await self._read(batch, space, part, keys, mine, rooms, deadline, codes)
-        return np.concatenate(waiting), mine[~done]
+        return np.concatenate(waiting), rooms
 
     async def _read(
         self, batch: Batch, space: Space, part: Part, keys: U8, which: I64, rooms: list[Room], deadline: float, codes: U8
@@ -357,17 +345,17 @@ class Fetching:
             at = 0
             for room in rooms:
                 piece = slice(at, at + len(room.ids))
-                stored[piece] = self._end_reservation(room.number, good[piece], sums[piece], lingers)
+                stored[piece] = self.end_reservation(room.number, good[piece], sums[piece], lingers)
                 at += len(room.ids)
         counts.pages += int(np.count_nonzero(stored))
         counts.size_bytes += int(np.count_nonzero(stored)) * space.object_bytes
         counts.missed += int(np.count_nonzero(codes[which[~good]] == ReadStatus.MISS))
         counts.failed += int(np.count_nonzero(codes[which[~good]] != ReadStatus.MISS))
         codes[which[stored]] = ReadStatus.HIT
-        self._land(batch, which[stored], codes, ours=np.concatenate([room.ids for room in rooms])[stored])
+        self.land(batch, which[stored], codes, ours=np.concatenate([room.ids for room in rooms])[stored])
         return stored
 
-    def _end_reservation(self, number: int, good: Mask, sums: U64, lingers: asyncio.Future[None] | None) -> Mask:
+    def end_reservation(self, number: int, good: Mask, sums: U64, lingers: asyncio.Future[None] | None) -> Mask:
         """Which pages are stored. What may still be written to is kept until it cannot be any more, and then given back."""
 
         def end(_: object) -> Mask:
@@ -395,7 +383,7 @@ class Fetching:
             good[np.flatnonzero(good)[wrong]] = False
         return good, sums
 
-    async def _await_writers(self, batch: Batch, which: I64, codes: U8) -> I64:
+    async def await_writers(self, batch: Batch, which: I64, codes: U8) -> I64:
         """Pages that a client is writing: they land when they are stored; those that it gave up failed."""
         pause, gone = WRITER_SECONDS[0], [which[:0]]
         while len(which):
@@ -406,12 +394,12 @@ class Fetching:
             flying = self.pool.writes.in_flight.get(batch.namespace, set())
             busy = np.fromiter((batch.pages[at].key in flying for at in which.tolist()), bool, len(which))
             codes[which[stored]] = ReadStatus.HIT
-            self._land(batch, which[stored], codes)
+            self.land(batch, which[stored], codes)
             gone.append(which[~stored & ~busy])
             which = which[~stored & busy]
             if len(which) and self.now() >= batch.deadline:
                 codes[which] = ReadStatus.BUSY
-                self._land(batch, which, codes)
+                self.land(batch, which, codes)
                 break
             if len(which):
                 await asyncio.sleep(pause)
@@ -420,7 +408,7 @@ class Fetching:
 
     # -- steps of it -------------------------------------------------------------------------------------------------------------------
 
-    def _land(self, batch: Batch, which: I64, codes: U8, *, ours: I64 | None = None) -> None:
+    def land(self, batch: Batch, which: I64, codes: U8, *, ours: I64 | None = None) -> None:
         """These pages have come to their end. In one go with the commit, so that nobody evicts what is waited for.
 
         ``ours``: their entries, where all of them were stored by this fetch just now; then it is for the policies to say whether they stay.
@@ -476,17 +464,3 @@ class Fetching:
 
     def _space(self, account: Account) -> Space:
         return Space(self.pool.namespaces[account.row].digest, account.row, account.number, account.object_bytes)
-
-
-def _names(keys: U8) -> list[bytes]:
-    names: list[bytes] = np.ascontiguousarray(keys).view("V32").reshape(-1).tolist()
-    return names
-
-
-RUNS_MAX = 8  # reservations of one part: where pages are more scattered than that, the policies do without the hint
-
-
-def _runs(batch: Batch, which: I64) -> list[I64]:
-    """Pages that follow one another in their request: each run is reserved in one call, which takes its keys for consecutive pages."""
-    breaks = [at for at in range(1, len(which)) if batch.pages[which[at]].before != batch.pages[which[at - 1]].key]
-    return np.split(which, breaks) if len(breaks) < RUNS_MAX else [which]

@@ -352,8 +352,8 @@ class Session(asyncio.Protocol):
     def fetch(self, message: wire.Fetch, blob: wire.Blob, now: float) -> bytes:
         keys = blob.keys(message.n)
         blob.end()
-        before = bytes.fromhex(message.before)
-        ticket = self.server.fetching.fetch(now, self.session, message.row, message.number, keys, before, message.seconds)
+        before, stages = bytes.fromhex(message.before), message.stages
+        ticket = self.server.fetching.fetch(now, self.session, message.row, message.number, keys, before, message.seconds, stages)
         if ticket is None:  # flushed: nothing of this number is anywhere
             return wire.encode(wire.Fetched(0, message.n, 0), np.full(message.n, ReadStatus.MISS, np.uint8))
         return _fetched(ticket)

@@ -14,8 +14,9 @@ Each is bounded in time by its caller. A read that is cancelled ends only when n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from umbp.core.stages import Ranges
 from umbp.types import I64, U8, U64, Tier
 
 
@@ -91,4 +92,32 @@ class Source(Protocol):
 
     async def close(self) -> None:
         """Let go of threads, files and connections."""
+        ...
+
+
+class Reading(Protocol):
+    """Pages that are read in parts, for who looks at them before they are whole."""
+
+    async def read(self, which: I64, spans: Ranges) -> U8:
+        """Read and verify these bytes of these pages (indices); `ReadStatus` each. Returns or raises only when it writes no more.
+
+        A page that is not HIT is not asked for again. Spans begin on chunks (`umbp.store.index`).
+        """
+        ...
+
+    def end(self) -> Taken:
+        """All that was wanted of the pages that are HIT has been read: what came of each, now."""
+        ...
+
+    def close(self) -> None:
+        """Let go. Nothing is being read."""
+        ...
+
+
+@runtime_checkable
+class Ranged(Protocol):
+    """A source that can read parts of pages, each verified for itself."""
+
+    async def begin(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64) -> Reading:
+        """Start on ``keys`` (m, 32), a part of the offer, that belong at ``data[offset : offset + object_bytes]`` each."""
         ...

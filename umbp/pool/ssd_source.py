@@ -1,4 +1,6 @@
-"""The SSD tier as a source of pages (`umbp.pool.sources`): each disk is a place, and a page comes straight into its reserved memory.
+"""The SSD tier as a source of pages (`umbp.pool.sources`): each disk is a place, a page comes straight into its reserved memory.
+
+It comes whole or, for loads that want their first layers first, in parts.
 
 A page that was removed while it was read is a MISS, so that it does not come back by way of DRAM; one that could not be read back is
 FAILED, is listed no more from then on, and may be stored again. Disks that are away, or hang, offer nothing.
@@ -8,9 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from umbp.core.stages import Ranges
 from umbp.pool.sources import Offer, Space, Taken
 from umbp.pool.ssd import SsdSide
 from umbp.store.index import place_word
+from umbp.store.ssd_pieces import PieceReader
 from umbp.store.ssd_reads import takes_direct
 from umbp.types import I64, U8, ReadStatus, Tier
 
@@ -58,19 +62,72 @@ class SsdSource:
         place = place_word(space.number, size)
         before = tier.catalog.find(place, keys)
         sums = np.where(before.hit, tier.catalog.whole[np.where(before.hit, before.ids, 0)], 0).astype(np.uint64)
-        view = memoryview(data.data)
-        bodies = [view[offset : offset + size] for offset in offsets.tolist()]
-        straight = bool(takes_direct(data.ctypes.data, size) and (offsets % 512 == 0).all())
+        bodies, straight = _bodies(data, offsets, size)
         began = self.side.now()
         codes = await self.side.walk(tier.read_steps(began, place, keys, bodies, straight=straight))
         status = np.where(codes == ReadStatus.BUSY, ReadStatus.FAILED, codes).astype(np.uint8)
         hit = status == ReadStatus.HIT
         status[hit & ~tier.find(place, keys)] = ReadStatus.MISS  # removed meanwhile
         if hit.any():
-            rate = int(np.count_nonzero(hit)) * size / max(1e-6, self.side.now() - began)
-            known = self._rates.get(offer.place, rate)
-            self._rates[offer.place] = known + RATE_SHARE * (rate - known)
+            self.measured(offer.place, int(np.count_nonzero(hit)) * size, self.side.now() - began)
         return Taken(status, sums, verified=True)
+
+    async def begin(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64) -> SsdReading:
+        """See `umbp.pool.sources.Ranged`."""
+        bodies, straight = _bodies(data, offsets, space.object_bytes)
+        place = place_word(space.number, space.object_bytes)
+        now = self.side.now()
+        pieces = PieceReader(self.side.tier, now, place, keys, bodies, straight=straight)
+        try:
+            await self.side.walk(pieces.open_steps(now))
+        except BaseException:
+            pieces.close()
+            raise
+        return SsdReading(self, offer.place, place, keys, pieces)
+
+    def measured(self, place: str, size_bytes: int, seconds: float) -> None:
+        """So many bytes came from there in this time."""
+        rate = size_bytes / max(1e-6, seconds)
+        known = self._rates.get(place, rate)
+        self._rates[place] = known + RATE_SHARE * (rate - known)
 
     async def close(self) -> None:
         """`SsdSide` closes the disks."""
+
+
+class SsdReading:
+    """Pages of one disk that are read in parts."""
+
+    def __init__(self, source: SsdSource, place: str, word: np.uint64, keys: U8, pieces: PieceReader) -> None:
+        self._source, self._place, self._word, self._keys, self._pieces = source, place, word, keys, pieces
+
+    def __repr__(self) -> str:
+        return f"<SsdReading from {self._place}: {self._pieces!r}>"
+
+    async def read(self, which: I64, spans: Ranges) -> U8:
+        """See `umbp.pool.sources.Reading`."""
+        side = self._source.side
+        began = side.now()
+        status = await side.walk(self._pieces.read_steps(began, which, spans))
+        came = int(np.count_nonzero(status == ReadStatus.HIT)) * sum(stop - start for start, stop in spans)
+        if came:
+            self._source.measured(self._place, came, side.now() - began)
+        return status
+
+    def end(self) -> Taken:
+        """See `umbp.pool.sources.Reading`; a page that was removed meanwhile is a MISS."""
+        self._pieces.end()
+        status, tier = self._pieces.status.copy(), self._source.side.tier
+        status[(status == ReadStatus.HIT) & ~tier.find(self._word, self._keys)] = ReadStatus.MISS
+        return Taken(status, self._pieces.wholes, verified=True)
+
+    def close(self) -> None:
+        """See `umbp.pool.sources.Reading`."""
+        self._pieces.close()
+
+
+def _bodies(data: U8, offsets: I64, size: int) -> tuple[list[memoryview], bool]:
+    """The memory of these pages, and whether direct I/O takes all of it as it is."""
+    view = memoryview(data.data)
+    straight = bool(takes_direct(data.ctypes.data, size) and (offsets % 512 == 0).all())
+    return [view[offset : offset + size] for offset in offsets.tolist()], straight

@@ -8,7 +8,11 @@ b and b ^ f(tag), so that a slot can be moved to its other bucket without readin
 
     entry words   0-3 key    4 size << 32 | namespace number    5 offset    6 checksum (owner while reserved)    7 version
 
-The version is 0 for a free entry, odd while reserved (a client is filling the memory), even and never used before once committed.
+The version is 0 for a free entry, odd while reserved (a client is filling the memory), and the even number below once committed: each pair
+is used once, so who saw an entry reserved knows whether what is committed there later is what came of that.
+
+What the pool itself fills, from another tier, may be read before it is whole: word 6 of the reserved entry then says which *chunks* of the
+page are there, verified (`FILLING` and a bit each). They count if the entry is committed as the same pair in the end, and stays so.
 
 Who writes: the pool process alone. Order of its stores (kept by x86; a reader's loads too):
   reserve  fields, then an odd version, then the slot         -> a slot never leads to a half-written entry
@@ -58,6 +62,9 @@ _SECOND = _U(_SECOND_INT)
 _FOUR = np.uint32(0x0101_0101)  # four bools, all True, seen as one word
 
 FEW = 3  # keys that are cheaper one by one (about 10 us each) than as arrays (40 us a call)
+GRAIN_BYTES = 128 << 10  # chunks are multiples of it: tiers verify pieces of this size
+CHUNKS_MAX = 62  # of a page
+FILLING = 1 << 63  # in word 6 of a reserved entry: the pool fills it, and the other bits are the chunks that are there
 RETRIES_MAX = 8  # of keys whose entries changed while they were read; each needs a commit or an eviction of that very key in between
 MOVES_MAX = 64  # displacements before an insert gives up; at half load a handful is already rare
 
@@ -70,6 +77,17 @@ def buckets_for(entries: int) -> int:
 def place_word(number: int, size_bytes: int) -> np.uint64:
     """Word 4 of an entry: one compare checks both the namespace and the size."""
     return _U(size_bytes << 32 | number)
+
+
+def chunk_bytes(size: int) -> int:
+    """Bytes of a chunk of pages of this size."""
+    return -(-size // (CHUNKS_MAX * GRAIN_BYTES)) * GRAIN_BYTES
+
+
+def chunks_of(size: int, start: int, stop: int) -> int:
+    """The chunks, a bit each, in which bytes [start, stop) of a page of this size lie."""
+    each = chunk_bytes(size)
+    return (1 << -(-stop // each)) - (1 << start // each) if start < stop else 0
 
 
 def key_words(keys: U8) -> U64:
@@ -169,6 +187,23 @@ class IndexReader:
         """Whether one key, (32,) uint8, is there; a quarter of the time of `find`. A hint: what moves meanwhile may be overlooked."""
         words = KEY.unpack(key.data)
         return self._find_one([*words, int(place)], _hash_one(words, number, int(self.seed)))[0] is not None
+
+    def filling(self, words: U64, number: int, place: np.uint64) -> Found:
+        """Probe for pages that the pool is filling, and of which chunks are there already. ``versions`` are those of the reservations."""
+        hashed = hashes(words, _U(number), self.seed)
+        hit, ids, rows = _nothing(len(words))
+        tag = hashed & ~_LOW
+        first = hashed & self._mask
+        for bucket in (first, self.second_bucket(first, tag)):
+            lanes = self.buckets.take(bucket.view(np.int64), axis=0, mode="clip") ^ tag[:, None]
+            item, lane = np.nonzero((lanes <= _LOW) & (lanes > 0))
+            found = lanes[item, lane].view(np.int64) - 1
+            before = self.versions_of(found)
+            seen = self.entries.take(found, axis=0, mode="clip")
+            good = (before == self.versions_of(found)) & (before & _ONE == _ONE) & (seen[:, W_SUM] >= _U(FILLING))
+            good &= (seen[:, :4] == words[item]).all(axis=1) & (seen[:, W_PLACE] == place)
+            hit[item[good]], ids[item[good]], rows[item[good]] = True, found[good], seen[good]
+        return Found(hit, ids, rows)
 
     def versions_of(self, ids: I64) -> U64:
         """Current versions of entries, (n,) uint64."""
@@ -324,7 +359,12 @@ class IndexWriter(IndexReader):
     def publish(self, ids: I64, sums: U64 | None) -> None:
         """Show reserved entries that were entered."""
         self.entries[ids, W_SUM] = 0 if sums is None else sums
-        self.entries[ids, W_VERSION] = self._versions(len(ids))
+        self.entries[ids, W_VERSION] &= ~_ONE
+
+    def fill(self, ids: I64, chunks: int) -> None:
+        """Say of reserved entries of the pool's own that these chunks of them are there too."""
+        assert (self.entries[ids, W_VERSION] & _ONE).all(), "an entry is filled that is not reserved"
+        self.entries[ids, W_SUM] |= _U(FILLING | chunks)
 
     def unpublish(self, ids: I64) -> None:
         """Free entries; their version becomes 0 before the slot goes."""

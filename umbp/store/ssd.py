@@ -85,7 +85,7 @@ class Writing:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """A run of pages that a thread reads: ``which`` of those that were found."""
 
     drive: Drive
@@ -175,29 +175,32 @@ class SsdTier:
             return status
         where = self.catalog.where(place, found, which)
         status[which] = ReadStatus.BUSY
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         for run in runs(where.pages):
             file = self.catalog.files[int(where.pages.files[run[0]])]
             drive = self.ledger.drive_of[id(file)]
             if drive.may_read(now):
                 file.readers += 1
-                jobs.append(_Job(drive, file, run, ask(drive, file, where, run, [out[at] for at in which[run].tolist()])))
+                jobs.append(Job(drive, file, run, ask(drive, file, where, run, [out[at] for at in which[run].tolist()])))
         try:
             yield [job.codes for job in jobs]
         finally:
             for job in jobs:
                 job.file.readers -= 1
-        self._judge(now, where, which, jobs, status)
+        self.judge(now, where, which, jobs, status)
+        for job in jobs:
+            good = int(np.count_nonzero(status[which[job.which]] == ReadStatus.HIT))
+            self.counters.hits += good
+            job.drive.read_bytes += good * padded(where.pages.size)
         return status
 
-    def _judge(self, now: float, where: Where, which: I64, jobs: list[_Job], status: U8) -> None:
+    def judge(self, now: float, where: Where, which: I64, jobs: list[Job], status: U8) -> None:
+        """What came of reads that have ended: ``status[which[i]]`` of page i of ``where``; what was not good is listed no more."""
         lost: dict[Drive, None] = {}
         for job in jobs:
             codes = job.codes.result() if job.codes.exception() is None else np.full(len(job.which), UNREADABLE, np.uint8)
             good = codes == GOOD
             status[which[job.which]] = np.where(good, ReadStatus.HIT, ReadStatus.FAILED)
-            self.counters.hits += int(np.count_nonzero(good))
-            job.drive.read_bytes += int(np.count_nonzero(good)) * padded(where.pages.size)
             if good.any():
                 job.drive.worked(writing=False)
             if not good.all():

@@ -1,0 +1,243 @@
+"""Loads from SSD begin with their first layers: while the disk still reads, and whatever happens before it has read the last."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import umbp
+from tests.pools import PoolProcess
+from umbp.types import NOWHERE, ReadStatus, Tier, WriteStatus
+
+pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
+import torch
+
+from tests.loader.caches import TOKENS, Cache, keys_of, slots_for
+
+LAYERS, WIDTH = 8, 16 << 10
+LAYER = TOKENS * WIDTH  # 128 KiB
+SIZE = LAYERS * LAYER
+COUNT = 40  # pages: 40 MiB
+FIRST = COUNT * LAYER  # the bytes of the first layer of all
+
+
+class Disk:
+    """The gate of `tests.slow_disk`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._turn = 0
+
+    def let(self, size_bytes: int) -> None:
+        """So many bytes more, and no further."""
+        self._turn += 1
+        (self.folder / "gate.new").write_text(f"{size_bytes} {self._turn}")
+        (self.folder / "gate.new").rename(self.folder / "gate")
+
+    def free(self) -> None:
+        (self.folder / "gate").unlink(missing_ok=True)
+
+    def read(self) -> int:
+        """Bytes read."""
+        log = self.folder / "read"
+        return sum(int(line.split()[1]) for line in log.read_text().splitlines()) if log.exists() else 0
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    give_up = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < give_up, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+
+
+def ssd_status(pool: PoolProcess) -> dict[str, int]:
+    with urllib.request.urlopen(f"{pool.http}/v1/status", timeout=10) as answer:
+        return json.load(answer)["ssd"]
+
+
+def cache_of() -> Cache:
+    return Cache({"kv": ((WIDTH,) * LAYERS, torch.uint8)})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("slow")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[PoolProcess]:
+    """With `COUNT` pages of namespace "t" on its SSD."""
+    os.environ["SLOW_DISK"] = str(folder)
+    options = ("--ssd", f"{folder / 'ssd'}:512MiB", "--ssd-admission", "always")
+    with PoolProcess(*options, dram="128MiB", module="tests.slow_disk") as made:
+        fill(made)
+        yield made
+        assert "Traceback" not in made.log(), made.log()
+
+
+def fill(server: PoolProcess) -> None:
+    """Pages 0 to COUNT on SSD."""
+    cache = cache_of()
+    with umbp.connect(server.socket) as pool:
+        space = cache.namespace(pool, tenant="t")
+        with umbp.Loader(space, cache.tensors) as loader:
+            slots = np.arange(1, COUNT + 1)
+            cache.write(range(COUNT), slots)
+            assert loader.offload(keys_of(range(COUNT)), slots).result().all(WriteStatus.STORED)
+        wait_until(lambda: ssd_status(server)["keys"] == COUNT, "all are on SSD")
+
+
+@pytest.fixture
+def disk(folder: Path) -> Iterator[Disk]:
+    made = Disk(folder)
+    yield made
+    made.free()
+
+
+@pytest.fixture
+def pool(server: PoolProcess, disk: Disk) -> Iterator[umbp.Pool]:
+    """A client of a pool that has nothing in DRAM."""
+    request = urllib.request.Request(f"{server.http}/v1/evict", b'{"bytes": "1GiB"}', {"Content-Type": "application/json"}, method="POST")
+    urllib.request.urlopen(request, timeout=10).close()
+    (disk.folder / "read").unlink(missing_ok=True)
+    with umbp.connect(server.socket) as client:
+        yield client
+        disk.free()
+        wait_until(lambda: client.status()["leases"] == 0, "all leases are over")
+
+
+def test_the_first_layer_is_there_before_the_last_is_read(pool: umbp.Pool, disk: Disk) -> None:
+    cache, slots = cache_of(), slots_for(1, COUNT)
+    space = cache.namespace(pool, tenant="t")
+    keys = keys_of(range(COUNT))
+    assert (space.locate(keys) == Tier.SSD).all()
+    stage = -(-(16 << 20) // FIRST) * FIRST  # at least 16 MiB: 4 of 8 layers
+    disk.let(stage)
+    with umbp.Loader(space, cache.tensors) as loader:
+        assert loader.lookup(keys) == COUNT
+        load = loader.load(keys, slots, deadline=30.0)
+        for layer in range(4):
+            assert load.wait(layer)
+            assert cache.has(range(COUNT), slots, layer).all()
+        assert disk.read() == stage
+        assert load.layers_ready == 4
+        assert (space.locate(keys) == Tier.SSD).all(), "a page is listed before it is whole"
+        assert space.prefix(keys) == 0
+        disk.free()
+        assert load.wait(LAYERS - 1)
+        done = load.finish()
+        assert load.choice is not None
+        assert load.choice.cause == "ssd"
+    assert done.missing.tolist() == []
+    assert done.read_bytes == COUNT * SIZE
+    assert np.all(np.diff(done.ready_at) >= 0)
+    assert cache.has(range(COUNT), slots).all()
+    assert cache.untouched(slots)
+    assert disk.read() == COUNT * SIZE, "a byte is read twice"
+    assert (space.locate(keys) == Tier.DRAM).all()
+
+
+def test_pages_in_dram_and_pages_that_nobody_has_are_part_of_the_same_load(pool: umbp.Pool, disk: Disk) -> None:
+    cache, slots = cache_of(), slots_for(2, 46)
+    space = cache.namespace(pool, tenant="t")
+    out = np.empty((3, SIZE), np.uint8)
+    assert space.get(keys_of([0, 7, 39]), out).all(ReadStatus.HIT)
+    numbers = [*range(COUNT), *range(900, 906)]
+    with umbp.Loader(space, cache.tensors) as loader:
+        done = loader.load(keys_of(numbers), slots).finish()
+    assert done.missing.tolist() == list(range(40, 46))
+    assert cache.has(range(COUNT), slots[:COUNT]).all()
+    assert cache.untouched(slots[:COUNT])
+
+
+def test_a_disk_that_hangs_costs_its_pages_and_no_more_time_than_the_deadline(pool: umbp.Pool, disk: Disk) -> None:
+    cache, slots = cache_of(), slots_for(3, COUNT)
+    space = cache.namespace(pool, tenant="t")
+    out = np.empty((3, SIZE), np.uint8)
+    assert space.get(keys_of([0, 7, 39]), out).all(ReadStatus.HIT)
+    stage = -(-(16 << 20) // (37 * LAYER)) * 37 * LAYER
+    disk.let(stage)
+    with umbp.Loader(space, cache.tensors) as loader:
+        load = loader.load(keys_of(range(COUNT)), slots, deadline=1.5)
+        assert load.wait(0)
+        done = load.finish()
+        missing = np.setdiff1d(np.arange(COUNT), [0, 7, 39])
+        assert done.missing.tolist() == missing.tolist()
+        assert cache.has([0, 7, 39], slots[[0, 7, 39]]).all()
+        before = {at: view.copy() for at, view in cache.views.items()}
+        disk.free()
+        again = loader.load(keys_of(range(COUNT)), slots_for(4, COUNT)).finish()
+        assert again.missing.tolist() == []
+        assert cache.has(range(COUNT), slots_for(4, COUNT)).all()
+        others = np.setdiff1d(np.arange(cache.pages), slots_for(4, COUNT))
+        assert all((view[others] == before[at][others]).all() for at, view in cache.views.items()), "written after finish"
+
+
+def test_a_cancelled_load_stops_the_reading(pool: umbp.Pool, disk: Disk) -> None:
+    cache, slots = cache_of(), slots_for(5, COUNT)
+    space = cache.namespace(pool, tenant="t")
+    stage = -(-(16 << 20) // FIRST) * FIRST
+    disk.let(stage)
+    with umbp.Loader(space, cache.tensors) as loader:
+        load = loader.load(keys_of(range(COUNT)), slots)
+        assert load.wait(0)
+        load.cancel()
+        assert load.finish().missing.tolist() == list(range(COUNT))
+        wait_until(lambda: pool.status()["leases"] == 0, "it has let go")
+        disk.free()
+        assert loader.load(keys_of(range(COUNT)), slots).finish().missing.tolist() == []
+        assert cache.has(range(COUNT), slots).all()
+
+
+def test_pages_damaged_in_a_late_layer_are_exactly_those_that_are_missing(folder: Path, server: PoolProcess, pool: umbp.Pool) -> None:
+    """And they are listed no more, and can be put again; the others of the load are whole."""
+    cache, slots = cache_of(), slots_for(6, COUNT)
+    space = cache.namespace(pool, tenant="t")
+    source = cache_of()
+    bad = {5: 7, 17: 6, 30: 0}  # page: its damaged layer
+    files = {path: path.read_bytes() for path in (folder / "ssd").glob("segment-*")}
+    for number, layer in bad.items():
+        source.write([number], [1])
+        body = b"".join(source.views["kv", each][1].tobytes() for each in range(LAYERS))
+        ((path, at),) = [(path, data.index(body)) for path, data in files.items() if body in data]
+        with path.open("r+b") as file:
+            file.seek(at + layer * LAYER + 1000)
+            file.write(b"\xff")
+    with umbp.Loader(space, cache.tensors) as loader:
+        load = loader.load(keys_of(range(COUNT)), slots)
+        assert load.wait(LAYERS - 1)
+        done = load.finish()
+    good = [number for number in range(COUNT) if number not in bad]
+    assert done.missing.tolist() == sorted(bad)
+    assert cache.has(good, slots[good]).all()
+    assert (space.locate(keys_of(sorted(bad))) == NOWHERE).all()
+    assert ssd_status(server)["damaged_keys"] == 3
+    source.write(bad, range(1, 4))
+    values = np.concatenate([source.views["kv", layer][1:4] for layer in range(LAYERS)], axis=1)
+    assert space.put(keys_of(list(bad)), values).all(WriteStatus.STORED)
+    wait_until(lambda: ssd_status(server)["keys"] == COUNT, "they are on SSD again")
+
+
+def test_a_pool_that_is_killed_in_the_middle_costs_the_pages_that_were_on_their_way(
+    server: PoolProcess, pool: umbp.Pool, disk: Disk
+) -> None:
+    cache, slots = cache_of(), slots_for(7, COUNT)
+    space = cache.namespace(pool, tenant="t")
+    disk.let(-(-(16 << 20) // FIRST) * FIRST)
+    with umbp.Loader(space, cache.tensors) as loader:
+        load = loader.load(keys_of(range(COUNT)), slots, deadline=5.0)
+        assert load.wait(0)
+        server.kill()
+        assert load.finish().missing.tolist() == list(range(COUNT))
+        disk.free()
+        server.start()
+        wait_until(lambda: loader.lookup(keys_of(range(COUNT))) == COUNT, "all are found again")
+        assert loader.load(keys_of(range(COUNT)), slots).finish().missing.tolist() == []
+        assert cache.has(range(COUNT), slots).all()

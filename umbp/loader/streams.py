@@ -1,0 +1,126 @@
+"""Loads of pages that are on this node's SSD: their first layers are moved while the others are still being read.
+
+Theory of operation
+-------------------
+Where a good part of a load is on SSD, waiting for whole pages would cost the time of reading all of it before the first layer. So the pool
+is asked to read first the first layers of all pages, then the next ones (`umbp.core.stages`), and what is there is seen in shared memory
+(`umbp.client.arrivals`). The load goes through its layers as far as all its pages have them: pages in DRAM, which are leased, have all;
+pages from other nodes none before they are whole.
+
+    lease what is in DRAM; ask for the rest
+    repeat: look -> layers that every page has which is not lost -> move them, for all pages at once -> tell the load
+    at the end: pages of the lease by the lease, the others by their marks
+
+*Invariant 1*: what was moved early counts if the page is committed under the very mark under which it was seen, looked at after the last
+move (`Arrivals.held`). A page that fails late is missing, though its first layers were moved: `finish` names exactly those pages. A page
+that failed before does not hold up the others.
+
+*Deadlines*: the slots are claimed only while bytes move, never while the pool or a disk is waited for. So whatever hangs, the load ends at
+its deadline. Pages that are not whole by the time that may be spent on waiting are lost, and the others are moved in the rest of it.
+
+In a group each rank moves all that it wants for itself: all of them look at the same read, and the disk is slower than every rank's link
+together. So a group is not worth a meeting when more than one in `SSD_SHARE` bytes must come from the disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from umbp.client import Lease, Namespace
+from umbp.client.arrivals import LOST, Arrivals, arrive
+from umbp.core.stages import Stages, stages
+from umbp.errors import Unavailable
+from umbp.loader.copies import Taken
+from umbp.loader.handles import Load
+from umbp.loader.mover import Mover
+from umbp.types import I64, U8, U64, Mask
+
+SSD_SHARE = 8  # a disk of 7 GB/s is to a host link of 55 GB/s as 1 to 8
+SSD_BYTES_MIN = 32 << 20  # less is read whole in the time of some polls
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How a load is to be streamed: the order of its bytes, and how many of them are on SSD."""
+
+    stages: Stages
+    ssd_bytes: int
+
+
+def streaming_or_none(namespace: Namespace, keys: U8) -> Streaming | None:
+    """How to stream this load; None if it is not worth it. No call: reads the tier's index."""
+    operations, layout = namespace.operations, namespace.identity.layout
+    bond = operations.link.bond_or_none()
+    if bond is None or bond.ssd is None or layout.layers < 2 or not len(keys):
+        return None
+    look = operations.look(keys)
+    absent = keys[~look.found.hit] if look is not None and look.bond is bond else keys[:0]
+    if look is None or len(absent) * SSD_SHARE < len(keys) or len(absent) * namespace.object_bytes < SSD_BYTES_MIN:
+        return None
+    pages = int(np.count_nonzero(operations.on_ssd(look, absent)))
+    size = pages * namespace.object_bytes
+    if pages * SSD_SHARE < len(keys) or size < SSD_BYTES_MIN:
+        return None
+    order = stages(layout.offsets, layout.sizes, namespace.object_bytes, pages)
+    return Streaming(order, size) if order.ranges else None
+
+
+class Stream:
+    """One such load. Used by the loader's thread."""
+
+    def __init__(self, load: Load, namespace: Namespace, mover: Mover, slots: I64, taken: Taken, needs: U64) -> None:
+        self._load, self._namespace, self._mover, self._taken = load, namespace, mover, taken
+        self._slots, self._needs = slots, needs
+        self._ready = 0  # layers that are in the slots
+
+    def run(self, keys: U8, seconds: float, how: Streaming, end: Callable[[Mask, str], None]) -> None:
+        """All of it. ``end`` is told which pages are there, and why the others are not, before the pool hears that it is over."""
+        load, namespace = self._load, self._namespace
+        held: Mask = np.zeros(len(keys), bool)
+        with namespace.lease(keys, max(0.001, load.deadline - time.monotonic()), noted=load.noted) as lease:
+            rest = np.flatnonzero(~lease.held)
+            try:
+                arrivals = namespace.run(arrive(namespace.operations, keys[rest], seconds, how.stages.ranges))
+            except Unavailable:
+                return end(held, "no pool answers at the moment")
+            try:
+                if load.claim():  # it has begun: the pool answers, it is a disk that is waited for
+                    load.let_go()
+                if not self._layers(lease, arrivals, rest):
+                    return end(held, "cancelled" if load.cancelled else "the deadline passed")
+                held[rest] = arrivals.held()
+                held |= lease.check()
+                end(held, "" if held.all() else f"{int(np.count_nonzero(~held))} pages could not be had")
+            finally:
+                namespace.run(arrivals.end())
+
+    def _layers(self, lease: Lease, arrivals: Arrivals, rest: I64) -> bool:
+        """All layers of what is not lost; False if the load was stopped on the way."""
+        load, namespace = self._load, self._namespace
+        offsets = lease.offsets.copy()
+        while True:
+            if load.over or load.cancelled or time.monotonic() > load.deadline:
+                return False
+            namespace.run(arrivals.look())
+            there = lease.held.copy()
+            there[rest] = arrivals.state != LOST
+            offsets[rest] = arrivals.offsets
+            common = np.bitwise_and.reduce(arrivals.chunks[arrivals.state != LOST], initial=np.uint64((1 << 64) - 1))
+            layers = int(np.count_nonzero((common & self._needs) == self._needs))  # needs only grow from layer to layer
+            if layers > self._ready:
+                which = np.flatnonzero(there)
+                if not self._mover.restore(
+                    load, arrivals.bond.data, offsets[which], self._slots[which], self._taken, (self._ready, layers)
+                ):
+                    return False
+                self._ready = layers
+            if self._ready == len(self._needs):
+                return True
+            namespace.run(arrivals.pause())
+
+
+__all__ = ["Stream", "Streaming", "streaming_or_none"]

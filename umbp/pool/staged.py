@@ -1,0 +1,157 @@
+"""Reading a load's pages from a disk stage by stage, so that its first layers are there long before its last.
+
+Theory of operation. All pages of a part are reserved at once, and read in the load's order: the first stage of all of them, then the next
+(`umbp.core.stages`). After each read the reserved entries say in shared memory which chunks are there (`umbp.store.index`); who waits
+copies them from the reserved memory, before the page is visible to anybody. When the last chunk of a page is there it is committed like any
+fetched page. What a reader copied early counts only if it then sees that very reservation committed: so a page that fails late, is removed
+meanwhile, or whose pool dies is a miss for that page, whatever of it was copied, and no index ever lists a page that is not whole.
+
+    reserve all -> (stage: read, verify, mark) ... -> commit what is whole, give back the rest
+
+A page that fails in any stage has failed for who waits, at once: it is not looked for elsewhere, since its first layers may be in use. The
+reservation of a part ends as a whole, when nothing is read into it any more.
+
+Several loads share a disk fairly: each read of `Source.read_bytes_max` at most takes its turn (`umbp.pool.places`), stage by stage. A disk
+that hangs keeps its turn, and the pages; who waits has its deadline. Nobody reads on for nobody: a stage is not begun when the last who
+waits has gone.
+
+Costs memory ahead of time: at most one in `SHARE` of the pool's bytes is reserved for all such parts together, and what is above that is
+read page by page. Whole pages, of one chunk, come as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from umbp.core.fetches import Batch
+from umbp.core.stages import Ranges, Step, steps
+from umbp.errors import InvalidRequest, UmbpError
+from umbp.pool.parts import Part, Room
+from umbp.pool.sources import Ranged, Reading, Space
+from umbp.types import I64, U8, Mask, ReadStatus
+
+if TYPE_CHECKING:
+    from umbp.pool.fetching import Fetching
+
+log = logging.getLogger("umbp.pool.staged")
+SHARE = 2
+PARTS_MAX = 16  # at a time; each has some of the reservations that the pool may have
+
+
+def checked_stages(stages: Sequence[Any], size: int) -> tuple[Ranges, ...]:
+    """What a client has sent. InvalidRequest if these are no byte ranges of pages of this size."""
+    made = tuple(tuple((int(start), int(stop)) for start, stop in stage) for stage in stages)
+    for start, stop in (span for stage in made for span in stage):
+        if not 0 <= start < stop <= size:
+            raise InvalidRequest(f"bytes {start} to {stop} of a page of {size}", field="stages", example=f"[[[0, {size}]]]")
+    return made
+
+
+class Staged:
+    """All parts of one pool that are read so."""
+
+    def __init__(self, fetching: Fetching) -> None:
+        self.fetching = fetching
+        self.parts = 0
+        self.reserved_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"<Staged {self.parts} parts, {self.reserved_bytes} bytes>"
+
+    def pages_max(self, wanted: int, space: Space) -> int:
+        """How many of so many pages may be read so now."""
+        room = self.fetching.pool.objects.allocator.capacity_bytes // SHARE - self.reserved_bytes
+        return 0 if self.parts >= PARTS_MAX else max(0, min(wanted, room // space.object_bytes))
+
+    async def take(self, batch: Batch, space: Space, keys: U8, part: Part, codes: U8) -> I64:
+        """Read one part; all of its pages land."""
+        size = len(part.which) * space.object_bytes
+        if self.fetching.now() >= batch.deadline:
+            codes[part.which] = ReadStatus.BUSY
+            self.fetching.land(batch, part.which, codes)
+            return part.which[:0]
+        self.parts += 1
+        self.reserved_bytes += size
+        try:
+            waiting, rooms = self.fetching.reserve(batch, space, keys, part, batch.deadline, codes)
+            if rooms:
+                await self._fill(batch, space, keys, part, rooms, codes)
+        finally:
+            self.parts -= 1
+            self.reserved_bytes -= size
+        return await self.fetching.await_writers(batch, waiting, codes)
+
+    async def _fill(self, batch: Batch, space: Space, keys: U8, part: Part, rooms: list[Room], codes: U8) -> None:
+        """Read into these reservations and end them."""
+        fetching, source = self.fetching, part.source
+        assert isinstance(source, Ranged)
+        which, ids = (np.concatenate([getattr(room, name) for room in rooms]) for name in ("which", "ids"))
+        offsets = np.concatenate([room.offsets for room in rooms])
+        good, sums = np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
+        reading: Reading | None = None
+        try:
+            reading = await source.begin(space, part.offer, keys[which], fetching.data, offsets)
+            if await self._stages(batch, part, reading, steps(batch.stages, space.object_bytes), which, ids, codes):
+                taken = reading.end()
+                good, sums = taken.status == ReadStatus.HIT, taken.sums
+                codes[which[taken.status == ReadStatus.MISS]] = ReadStatus.MISS
+        except (UmbpError, OSError) as error:
+            fetching.places.suspect(part.offer.place, error)
+        finally:
+            if reading is not None:
+                reading.close()
+            stored, at = np.zeros(len(which), bool), 0
+            for room in rooms:
+                piece = slice(at, at + len(room.ids))
+                stored[piece] = fetching.end_reservation(room.number, good[piece], sums[piece], None)
+                at += len(room.ids)
+        self._count(part, space, which, stored, codes)
+        codes[which[stored]] = ReadStatus.HIT
+        fetching.land(batch, which[stored], codes, ours=ids[stored])
+        rest = which[~stored]
+        fetching.land(batch, rest[[batch.pages[at].running for at in rest.tolist()]], codes)
+
+    async def _stages(self, batch: Batch, part: Part, reading: Reading, todo: list[Step], which: I64, ids: I64, codes: U8) -> bool:
+        """All stages; False if nobody waits any more. Pages that fail land at once."""
+        alive: Mask = np.ones(len(which), bool)
+        for step in todo:
+            each = sum(stop - start for start, stop in step.spans)
+            count = max(1, part.source.read_bytes_max // each)
+            left = np.flatnonzero(alive)
+            chunks = [left[start : start + count] for start in range(0, len(left), count)]
+            reads = (self._read(batch, part, reading, step, chunk, ids) for chunk in chunks)
+            done = await asyncio.gather(*reads, return_exceptions=True)  # all of them: the memory goes when this is over
+            for chunk, status in zip(chunks, done, strict=True):
+                if isinstance(status, BaseException):
+                    raise status
+                if status is None:
+                    codes[which[alive]] = ReadStatus.BUSY
+                    return False
+                bad = chunk[status != ReadStatus.HIT]
+                alive[bad] = False
+                codes[which[bad]] = status[status != ReadStatus.HIT]
+                self.fetching.land(batch, which[bad], codes)
+        return True
+
+    async def _read(self, batch: Batch, part: Part, reading: Reading, step: Step, chunk: I64, ids: I64) -> U8 | None:
+        """One read of one stage, when it is its turn; None if nobody waits any more."""
+        fetching = self.fetching
+        async with fetching.places.of(part.offer.place).turns, fetching.reads:
+            if fetching.now() >= batch.deadline:
+                return None
+            status = await reading.read(chunk, step.spans)
+            fetching.pool.table.fill(ids[chunk[status == ReadStatus.HIT]], step.chunks)
+            return status
+
+    def _count(self, part: Part, space: Space, which: I64, stored: Mask, codes: U8) -> None:
+        counts = self.fetching.counts[part.source.name]
+        counts.pages += int(np.count_nonzero(stored))
+        counts.size_bytes += int(np.count_nonzero(stored)) * space.object_bytes
+        missed = int(np.count_nonzero(codes[which[~stored]] == ReadStatus.MISS))
+        counts.missed += missed
+        counts.failed += int(np.count_nonzero(~stored)) - missed
