@@ -18,10 +18,10 @@ from umbp.cli.target import (
     print_json,
     target_of,
 )
-from umbp.client.http import segment_of_path
+from umbp.client.http import PoolHttp, segment_of_path
 from umbp.errors import InvalidRequest
 from umbp.grammar import format_size, parse_duration
-from umbp.policies.base import CHOICES
+from umbp.policies.base import CHOICES, CLUSTER_KINDS
 
 EVICT_SECONDS_MAX = 60.0  # the pool gives up after 30
 
@@ -32,10 +32,11 @@ def evict(
     namespace: NamespaceOption = None,
     tier: Annotated[str, typer.Option("--tier", metavar="TIER", help="dram or ssd")] = "dram",
     preview: Annotated[bool, typer.Option("--preview", help="Only show what would go first")] = False,
+    policy: Annotated[str, typer.Option("--policy", help="With --preview: what another eviction policy would let go")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Free bytes, by the pool's policy. Ends with 1 if not so many could be freed."""
-    body: dict[str, Any] = {"bytes": checked_size(size, "SIZE"), "tier": tier, "dry_run": preview}
+    body: dict[str, Any] = {"bytes": checked_size(size, "SIZE"), "tier": tier, "dry_run": preview, "policy": policy}
     if namespace is not None:
         body["namespace"] = namespace
     answer = target_of(context).http.post("/v1/evict", body, seconds_max=EVICT_SECONDS_MAX)
@@ -149,10 +150,15 @@ def policies(
     context: typer.Context,
     kind: Annotated[str | None, typer.Argument(metavar="KIND", help="Such as eviction or routing: umbp policies")] = None,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="The policy to use from now on")] = None,
+    preview: Annotated[bool, typer.Option("--preview", help="Only show what it would choose now: a master's kinds")] = False,
+    node: Annotated[str, typer.Option("--for", metavar="NODE", help="With --preview: who asks, of routing and placement")] = "",
     as_json: AsJson = False,
 ) -> None:
     """The policies, current and available; with KIND and NAME, choose one. What is stored stays."""
     http = target_of(context).http
+    if preview:
+        _preview(http, kind, name, node, as_json=as_json)
+        return
     if kind is None:
         document = http.get("/v1/policies")
     elif name is None:
@@ -166,3 +172,18 @@ def policies(
         print_json(document)
     else:
         console().print(views.policies_table(document["policies"]))
+
+
+def _preview(http: PoolHttp, kind: str | None, name: str | None, node: str, *, as_json: bool) -> None:
+    if kind not in CLUSTER_KINDS:
+        why = f"a dry run is of {', '.join(CLUSTER_KINDS)}; what a pool would evict: umbp evict SIZE --preview"
+        raise InvalidRequest(why, field="KIND", example="umbp policies replication hot_prefixes --preview")
+    answer = http.post(f"/v1/policies/{kind}/preview", {"name": name or "", "node": node})
+    if as_json:
+        print_json(answer)
+        return
+    out = console()
+    if answer["choices"]:
+        out.print(views.choices_table(answer["choices"]))
+    more = f", {answer['left_out']:,} choices more are not shown" if answer["left_out"] else ""
+    out.print(f"{answer['kind']} {answer['name']} would choose {'this' if answer['choices'] else 'nothing'} now{more}; nothing is done")

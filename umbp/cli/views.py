@@ -196,3 +196,12 @@ def policies_table(policies: list[dict[str, Any]]) -> Table:
     for policy in policies:
         made.add_row(cell(policy["kind"]), cell(policy["current"], "bold"), cell(", ".join(policy["available"])))
     return made
+
+
+def choices_table(choices: list[dict[str, Any]]) -> Table:
+    """A line a choice of a dry run."""
+    made = table("what", "node", "to", "pages", "bytes", "key", right=("pages", "bytes"))
+    for one in choices:
+        texts = [one["verb"], one["node"] or "-", one["to"] or "-", one["pages"] or "-", format_size(one["bytes"]), one["key"] or "-"]
+        made.add_row(*map(cell, texts))
+    return made

@@ -58,7 +58,7 @@ class Advisor:
     def tick(self, now: float) -> None:
         """The next slice."""
         self.ledger.expire(now)
-        nodes = [member for member in self.membership.members.values() if member.usable(now) and member.synced]
+        nodes = self.nodes(now)
         self._place_arrivals(now, nodes)
         if len(nodes) < 2 or not self.directory.rows_end or not self._anything_to_ask(nodes):
             return
@@ -72,6 +72,25 @@ class Advisor:
         self._leaving(now, rows, holds, use.heat, nodes)
         self._hot(now, rows, holds, use.heat, nodes)
         self._crowded(now, rows, holds, use.heat, nodes)
+
+    def nodes(self, now: float) -> list[Member]:
+        """Those that are well and have said all that they hold."""
+        return [member for member in self.membership.members.values() if member.usable(now) and member.synced]
+
+    def holding(self, rows: I64, nodes: list[Member]) -> Mask:
+        """(rows, nodes): whether the node has it in DRAM."""
+        return self._holding(self.directory.locations(rows), nodes, len(rows), tier=Tier.DRAM)
+
+    def hot_view(self, rows: I64, copies: I64, heat: F64, nodes: int) -> HotView:
+        """What a replication policy is shown of these rows."""
+        depth, _ = self.directory.depth_and_parent(rows)
+        return HotView(heat, copies, self._sizes(rows), depth, nodes)
+
+    @staticmethod
+    def fill_view(nodes: list[Member]) -> FillView:
+        """What a rebalancing policy is shown of these nodes."""
+        fill = [member.tiers.get(Tier.DRAM, (0, 0)) if member.state == ALIVE else (0, 0) for member in nodes]
+        return FillView(np.array([total for total, _ in fill], np.int64), np.array([used for _, used in fill], np.int64))
 
     def _anything_to_ask(self, nodes: list[Member]) -> bool:
         names = self.choices.names
@@ -92,7 +111,7 @@ class Advisor:
         if not len(rows) or self.choices.names["cluster_eviction"] == "none":
             return np.zeros(len(rows), np.int64)
         nodes = [member for member in self.membership.members.values() if member.usable(now)]
-        holds = self._holding(self.directory.locations(rows), nodes, len(rows), tier=Tier.DRAM)
+        holds = self.holding(rows, nodes)
         verdict = self.choices.judge(self.evict_view(now, rows, np.maximum(holds.sum(1), 1), len(nodes)))
         verdict[rows < 0] = 0
         return verdict
@@ -134,19 +153,16 @@ class Advisor:
         if not len(hot):
             return
         copies = holds[hot].sum(1)
-        sizes, (depth, _) = self._sizes(rows[hot]), self.directory.depth_and_parent(rows[hot])
-        wanted = self.choices.copies(HotView(heat[hot], copies, sizes, depth, len(nodes)))
+        wanted = self.choices.copies(self.hot_view(rows[hot], copies, heat[hot], len(nodes)))
         lacking = hot[wanted > copies]
         self._copy_elsewhere(now, rows, holds, lacking[np.argsort(-heat[lacking], kind="stable")], nodes)
 
     def _crowded(self, now: float, rows: I64, holds: Mask, heat: F64, nodes: list[Member]) -> None:
         if self.choices.names["rebalancing"] == "none":
             return
-        fill = [member.tiers.get(Tier.DRAM, (0, 0)) if member.state == ALIVE else (0, 0) for member in nodes]
-        view = FillView(np.array([total for total, _ in fill], np.int64), np.array([used for _, used in fill], np.int64))
         alone = holds.sum(1) == 1
         wishes: _Wishes = {}
-        for giver, taker, size_bytes in self.choices.moves(view):
+        for giver, taker, size_bytes in self.choices.moves(self.fill_view(nodes)):
             found = np.flatnonzero(alone & holds[:, giver])
             found = found[np.argsort(-heat[found], kind="stable")]
             sizes = self._sizes(rows[found])

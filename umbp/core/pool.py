@@ -369,6 +369,12 @@ class Pool:
         self.objects.install(guarded(policy, self.objects.capacity, self._oldest_first))
         self.eviction = name
 
+    def preview_eviction(self, now: float, size_bytes: int, name: str, *, row: int = -1) -> I64:
+        """What another eviction policy would let go first to free this many bytes, had it taken over now. Nothing is changed."""
+        policy = build(EVICTION, name, self.objects.capacity)
+        self._tell_policy(now, policy)
+        return self.room.preview(now, size_bytes, row=row, policy=guarded(policy, self.objects.capacity, self._oldest_first))
+
     def swap_admission(self, name: str) -> None:
         """Another admission policy from now on."""
         self.admission = guarded_admission(build(ADMISSION, name, self.objects.capacity))

@@ -22,6 +22,7 @@ import numpy as np
 
 from umbp.core.allocator import PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, granule, rounded
 from umbp.core.objects import FREE, LIVE, Account, Objects
+from umbp.policies.base import EvictionPolicy
 from umbp.types import I32, I64, Mask, WriteStatus
 
 GRACE_SECONDS = 1.0
@@ -120,34 +121,35 @@ class Room:
         times = self.objects.acknowledged_at
         times[ids] = np.maximum(times[ids], until - GRACE_SECONDS)
 
-    def preview(self, now: float, size_bytes: int, *, row: int = -1) -> I64:
-        """Which objects would go, first to go first, to free this many bytes. A peek."""
-        return self._victims(now, size_bytes, VICTIMS_MAX, row=row)
+    def preview(self, now: float, size_bytes: int, *, row: int = -1, policy: EvictionPolicy | None = None) -> I64:
+        """Which objects would go, first to go first, to free this many bytes, by the pool's policy or another one. A peek."""
+        return self._victims(now, size_bytes, VICTIMS_MAX, row=row, policy=policy)
 
     def _eligible(self, now: float, *, grace: bool, row: int = -1) -> Eligibility:
         self.objects.claims.refresh()
         return Eligibility(self.objects, now - GRACE_SECONDS if grace else np.inf, row)
 
-    def _choose(self, now: float, count: int, *, grace: bool, row: int = -1) -> I64:
+    def _choose(self, now: float, count: int, *, grace: bool, row: int = -1, policy: EvictionPolicy | None = None) -> I64:
         """Ask the policy."""
         objects, eligible = self.objects, self._eligible(now, grace=grace, row=row)
+        policy = policy or objects.policy_now()
         can_go = objects.evictable if row < 0 else min(objects.evictable, objects.accounts[row].live_keys)
         if can_go * FEW >= objects.counts[LIVE]:
-            return objects.policy_now().victims(eligible, count).astype(np.int64)
+            return policy.victims(eligible, count).astype(np.int64)
         mask = eligible(slice(None))
         if not mask.any():
             return np.empty(0, np.int64)
-        return objects.policy_now().victims(lambda ids: mask[ids], count).astype(np.int64)
+        return policy.victims(lambda ids: mask[ids], count).astype(np.int64)
 
-    def _victims(self, now: float, size_bytes: float, count: int, *, row: int = -1) -> I64:
+    def _victims(self, now: float, size_bytes: float, count: int, *, row: int = -1, policy: EvictionPolicy | None = None) -> I64:
         """Ids in the policy's order, as many as cover the bytes, at most ``count``."""
         objects = self.objects
         if objects.evictable == 0:
             return np.empty(0, np.int64)
         count = min(count, VICTIMS_MAX)
-        ids = self._choose(now, count, grace=True, row=row)
+        ids = self._choose(now, count, grace=True, row=row, policy=policy)
         if not len(ids):
-            ids = self._choose(now, count, grace=False, row=row)
+            ids = self._choose(now, count, grace=False, row=row, policy=policy)
         if not np.isinf(size_bytes):
             sizes = objects.size[ids]
             ids = ids[np.cumsum(sizes) - sizes < size_bytes]

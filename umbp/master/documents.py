@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
+import numpy as np
+
 from umbp.admin.api import Document
 from umbp.core.engines import Engine
 from umbp.core.master import Happening, Master
@@ -225,14 +227,12 @@ def prefix_documents(master: Master, rows: I64, heat: F64, n: int) -> list[Prefi
     directory = master.directory
     if not len(rows):
         return []
-    depth, parent = directory.depth_and_parent(rows)
-    child_heat: dict[int, float] = {}
-    for above, value in zip(parent.tolist(), heat.tolist(), strict=True):
-        child_heat[above] = max(child_heat.get(above, 0.0), value)
-    ends = [at for at, row in enumerate(rows.tolist()) if depth[at] > 0 and child_heat.get(row, 0.0) < PREFIX_DROP * heat[at]][:n]
-    keys, spaces = directory.keys(rows)
+    heat_of = dict(zip(rows.tolist(), heat.tolist(), strict=True))
+    ends = np.array(prefix_ends(master, rows, heat, n), np.int64)
+    keys, spaces = directory.keys(ends)
+    depth, _ = directory.depth_and_parent(ends)
     found = []
-    for at in ends:
+    for at, row in enumerate(ends.tolist()):
         size = directory.object_bytes[spaces[at]]
         pages = int(depth[at])
         found.append(
@@ -241,10 +241,20 @@ def prefix_documents(master: Master, rows: I64, heat: F64, n: int) -> list[Prefi
                 key=bytes(keys[at]).hex(),
                 pages=pages,
                 bytes=pages * size,
-                heat=float(heat[at]),
+                heat=heat_of[row],
             )
         )
     return found
+
+
+def prefix_ends(master: Master, rows: I64, heat: F64, n: int) -> list[int]:
+    """Those of these rows, which are the hottest of all, whose continuation is asked for less than half as often; n at most."""
+    depth, parent = master.directory.depth_and_parent(rows)
+    child_heat: dict[int, float] = {}
+    for above, value in zip(parent.tolist(), heat.tolist(), strict=True):
+        child_heat[above] = max(child_heat.get(above, 0.0), value)
+    every = zip(rows.tolist(), depth.tolist(), heat.tolist(), strict=True)
+    return [row for row, deep, value in every if deep > 0 and child_heat.get(row, 0.0) < PREFIX_DROP * value][:n]
 
 
 # -- routes ------------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from umbp.core.targets import targets
 from umbp.errors import InvalidRequest, NotFound
 from umbp.master import documents as doc
 from umbp.master import protocol as say
+from umbp.master.dry_runs import Preview, Previewed, preview
 from umbp.master.service import MasterService
 from umbp.policies.base import PLACEMENT, ROUTING
 from umbp.store.index import key_words
@@ -301,6 +302,9 @@ class Handlers:
         await self.service.swap(params.kind, body.name)
         return doc.policy_document(self.service.core, params.kind)
 
+    async def preview_policy(self, params: OfPolicy, body: Preview) -> Previewed:
+        return await preview(self.service, params.kind, body)
+
 
 def cluster_endpoints(process: Has) -> list[Endpoint]:
     """What can be asked of any process with a master in it."""
@@ -317,6 +321,7 @@ def cluster_endpoints(process: Has) -> list[Endpoint]:
         Endpoint("GET", "/v1/links", "What fetches cost, as measured", do.measured, doc.Links, Listing),
         Endpoint("POST", "/v1/route", "Who serves a prompt, and who should take it", do.route, doc.RouteDocument, body=Route, logged=False),
         Endpoint("POST", "/v1/place", "Where new pages should go", do.place, doc.PlaceDocument, body=Place, logged=False),
+        Endpoint("POST", "/v1/policies/{kind}/preview", "A dry run", do.preview_policy, Previewed, OfPolicy, Preview, logged=False),
         Endpoint("POST", "/v1/external", "What an engine's own caches hold", do.external, doc.Reported, body=External, logged=False),
         Endpoint("GET", "/v1/external", "Engines that report", do.engines, doc.Engines, Listing),
         Endpoint("DELETE", "/v1/external/{engine}", "An engine has nothing any more", do.forget_engine, doc.Reported, OfEngine),

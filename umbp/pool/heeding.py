@@ -104,8 +104,7 @@ class Heeding:
         found, objects = self.pool.find_keys(state.account, keys), self.pool.objects
         ids = np.unique(found.ids[found.hit])
         free = ids[(objects.leases[ids] == 0) & (objects.pins[ids] == 0) & (objects.state[ids] == LIVE)]
-        objects.hide(free, evicted=True)
-        self.counts["dropped"] += len(free)
+        self.counts["dropped"] += objects.hide(free, evicted=True)
 
     def _opened(self, advice: say.Advice) -> NamespaceState | None:
         """A namespace that no client has opened here: made, so that pages of it can be kept; no session holds it open."""

@@ -95,7 +95,7 @@ class OfPolicy(Params, frozen=True):
     # fmt: off
     kind: Annotated[Literal[
         "eviction", "admission", "ssd_eviction", "ssd_admission", "ssd_cleaning", "ssd_striping",
-        "routing", "placement", "replication", "rebalancing",
+        "routing", "placement", "replication", "rebalancing", "cluster_eviction",
     ], Meta(examples=["eviction"])]
     # fmt: on
 
@@ -114,12 +114,16 @@ class Quota(Body, frozen=True):
 
 
 class Evict(Body, frozen=True):
-    """How many bytes to free, of which tier and namespace, whether only to say what would go, and how many objects to list."""
+    """How many bytes to free, of which tier and namespace, whether only to say what would go, and how many objects to list.
+
+    ``policy``, with ``dry_run`` and in DRAM: what another eviction policy would let go, told of all objects, the longest unused first.
+    """
 
     bytes: Annotated[Size, Meta(examples=["1GiB"])]
     tier: Literal["dram", "ssd"] = "dram"
     namespace: NamespaceName | None = None
     dry_run: bool = False
+    policy: Annotated[str, Meta(max_length=64, examples=[""])] = ""
     show: Annotated[int, Meta(ge=0, le=1000, description="objects of the answer at most", examples=[20])] = 20
 
 
@@ -326,6 +330,8 @@ class Handlers:
         pool, now = self.node.pool, self.node.now
         wanted = _size(body.bytes, "bytes")
         account = None if body.namespace is None else _namespace(pool, body.namespace).account
+        if body.policy and not (body.dry_run and body.tier == "dram"):
+            raise InvalidRequest("another policy is only asked what it would let go of DRAM", field="policy", example='"dry_run": true')
         if body.tier == "ssd":
             return await self._evict_ssd(body, wanted, account.number if account else -1)
         row = account.row if account else -1
@@ -333,7 +339,10 @@ class Handlers:
         objects = freed = 0
         deadline = now() + EVICT_SECONDS_MAX
         while freed < wanted and now() < deadline:
-            ids = pool.evict(now(), wanted - freed, row=row, dry_run=body.dry_run)
+            if body.policy:
+                ids = pool.preview_eviction(now(), wanted, body.policy, row=row)
+            else:
+                ids = pool.evict(now(), wanted - freed, row=row, dry_run=body.dry_run)
             sizes = pool.objects.size[ids]
             shown = ids[: body.show - len(first)]
             for i, key in zip(shown.tolist(), items.key_texts(pool, shown), strict=True):
