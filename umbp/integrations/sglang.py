@@ -42,7 +42,7 @@ import numpy as np
 
 from umbp.client import Namespace, connect
 from umbp.client.link import Look
-from umbp.errors import UmbpError
+from umbp.errors import InvalidRequest, UmbpError
 from umbp.integrations import versions
 from umbp.integrations.kv_events import Publisher, Residents
 from umbp.integrations.windows import leading, windows_that_are_whole
@@ -131,6 +131,12 @@ class UMBPLinker(UnifiedCacheLinker):  # type: ignore[misc]
         self.settings = settings
         self.forward_stream = forward_stream
         self.place = place = Place.of(params)
+        if place.pp_size > 1:  # one stage would load what another computes
+            raise InvalidRequest(
+                "pipeline stages do not agree on what an external linker finds, those of HiCache do: use umbp.integrations.sglang_hicache",
+                field="pp_size",
+                example="1",
+            )
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         self.pool_group = device_group(kvcache, params.page_size, params, components)
         self.pools = self.pool_group.entry_map

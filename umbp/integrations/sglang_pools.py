@@ -6,7 +6,8 @@ source share their slots and their keys, so all of them together are one object 
 probe for each source, and a page is there with all its parts or not at all. Such a set of pools is a *bundle*: one namespace, one loader.
 
 The groups are assembled by SGLang itself where it can (DeepSeek-V4, DSA, MLA + Mamba, SWA + Mamba), and by `plain_group` where it refuses
-what there is no reason to refuse: plain MLA, plain MHA, SWA without Mamba, MHA or DSA + Mamba, DSA whose layers share indexers.
+what there is no reason to refuse: plain MLA, plain MHA, SWA without Mamba, MHA or DSA + Mamba, DSA whose layers share indexers, and drafts
+beside windows and states, which it refuses or leaves out.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
 )
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from umbp.errors import InvalidRequest
 from umbp.layout import Layout
@@ -79,14 +81,19 @@ def keys_of(texts: Any) -> U8:
 
 
 def device_group(kvcache: Any, page_size: int, params: Any, components: set[Any]) -> DevicePoolGroup:
-    """SGLang's own group of device pools, or ours where it has none. ValueError says why neither can be had."""
+    """SGLang's own group of device pools, or ours where it has none, or leaves a draft out. ValueError says why neither can be had."""
     try:
-        return resolve_hybrid_device_pool_group(kvcache=kvcache, page_size=page_size, params=params, components=components)
+        if type(kvcache) is SWAKVPool and (_drafts(params) or params.mtp_draft_mamba_pools):
+            raise ValueError("SGLang's assembler leaves the draft's pools out")
+        group = resolve_hybrid_device_pool_group(kvcache=kvcache, page_size=page_size, params=params, components=components)
     except (ValueError, AssertionError, ZeroDivisionError) as error:
-        group = plain_group(kvcache, page_size, params)
-        if group is None:
+        ours = plain_group(kvcache, page_size, params, components)
+        if ours is None:
             raise ValueError(f"UMBP cannot hold the KV of {type(kvcache).__name__} yet: {error}") from error
-        return group
+        group = ours
+    if ComponentType.MAMBA in components and PoolName.MAMBA not in group.entry_map:
+        raise ValueError(f"UMBP cannot hold the KV of {type(kvcache).__name__} yet: its states would be left out")
+    return group
 
 
 def bundles(group: DevicePoolGroup, page_tokens: int) -> list[Bundle]:
@@ -119,16 +126,20 @@ def _bundle(
 # -- our own groups ----------------------------------------------------------------------------------------------------------------
 
 
-def plain_group(kvcache: Any, page_size: int, params: Any) -> DevicePoolGroup | None:
+def plain_group(kvcache: Any, page_size: int, params: Any, components: set[Any]) -> DevicePoolGroup | None:
     """A group for what SGLang's assembler leaves out; None if there is a reason to (a kind of pool that is not known here)."""
     if type(kvcache) is SWAKVPool:
         parts = _window_entries(kvcache, page_size, params)
     elif type(kvcache) is HybridLinearKVPool:
-        parts = _hybrid_entries(kvcache, page_size, params)
+        full = _stage_local_layer_mapping(kvcache.full_attention_layer_id_mapping, kvcache.start_layer)
+        drafts = tuple(getattr(pool, "full_kv_pool", pool) for pool in _drafts(params))
+        parts = _entries(PoolName.KV, kvcache.full_kv_pool, full, page_size, drafts)
     else:
         parts = _entries(PoolName.KV, kvcache, {layer: layer for layer in range(kvcache.layer_num)}, page_size, _drafts(params))
     if parts is None:
         return None
+    if ComponentType.MAMBA in components:
+        parts += [_mamba_device_pool_entry(params.req_to_token_pool, kvcache.start_layer), *_draft_states(params)]
     for pool in params.sidecar_draft_device_pools:
         draft = _entries(PoolName.DRAFT, pool, {layer: layer for layer in range(pool.layer_num)}, page_size, ())
         if draft is None or pool.page_size != page_size:
@@ -197,19 +208,43 @@ def _packed(
 
 
 def _window_entries(kvcache: Any, page_size: int, params: Any) -> list[DevicePoolEntry] | None:
-    """Full attention and sliding windows side by side; drafts of such models have no pool that is known here."""
+    """Full attention and sliding windows side by side. A draft has layers of either kind; windows may follow the slots of KV there."""
     full, window = _swa_layer_mappings(kvcache)
-    if _drafts(params):
+    drafts = _drafts(params)
+    if any(type(pool) is not SWAKVPool for pool in drafts):
         return None
-    parts = _entries(PoolName.KV, kvcache.full_kv_pool, full, page_size, ())
-    more = _entries(PoolName.SWA, kvcache.swa_kv_pool, window, page_size, ())
-    return None if parts is None or more is None else parts + more
+    with_full = tuple(pool.full_kv_pool for pool in drafts if pool.full_kv_pool.layer_num)
+    with_window = tuple(pool.swa_kv_pool for pool in drafts if pool.swa_kv_pool.layer_num and not pool.swa_uses_full_indices)
+    by_full = [pool.swa_kv_pool for pool in drafts if pool.swa_kv_pool.layer_num and pool.swa_uses_full_indices]
+    found = [
+        _entries(PoolName.KV, kvcache.full_kv_pool, full, page_size, with_full),
+        _entries(PoolName.SWA, kvcache.swa_kv_pool, window, page_size, with_window),
+    ]
+    if len(by_full) > 1:
+        return None
+    for pool in by_full:
+        draft = _entries(PoolName.DRAFT_SWA, pool, {layer: layer for layer in range(pool.layer_num)}, page_size, ())
+        for entry in draft or ():
+            entry.indices_from_pool = PoolName.KV
+        found.append(draft)
+    return None if any(each is None for each in found) else [entry for each in found for entry in each or ()]
 
 
-def _hybrid_entries(kvcache: Any, page_size: int, params: Any) -> list[DevicePoolEntry] | None:
-    """Full attention and linear states."""
-    if _drafts(params):
-        return None
-    full = _stage_local_layer_mapping(kvcache.full_attention_layer_id_mapping, kvcache.start_layer)
-    parts = _entries(PoolName.KV, kvcache.full_kv_pool, full, page_size, ())
-    return None if parts is None else [*parts, _mamba_device_pool_entry(params.req_to_token_pool, kvcache.start_layer)]
+def _draft_states(params: Any) -> list[DevicePoolEntry]:
+    """A draft's own states, which follow the target's slots."""
+    parts = []
+    for number, pool in enumerate(params.mtp_draft_mamba_pools):
+        layers = range(pool.num_mamba_layers)
+        states = [state for state in (pool.mamba_cache.temporal, *pool.mamba_cache.conv) if state.numel() > 0]
+        parts.append(
+            DevicePoolEntry(
+                name=f"draft{number}_mamba",
+                indices_from_pool=PoolName.MAMBA,
+                device_pool=pool,
+                components=[[state[layer] for layer in layers] for state in states],
+                layer_mapping={layer: layer for layer in layers},
+                page_size=1,
+                rows_are_pages=True,
+            )
+        )
+    return parts

@@ -21,7 +21,8 @@ from sglang.srt.mem_cache.unified_cache.linker_factory import create_unified_cac
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.runtime_context import get_context, get_server_args
 
-from tests.engines.sglang.models import MODELS, Model
+from tests.engines.sglang.kinds import MODELS
+from tests.engines.sglang.models import Model
 from tests.field.people import eventually
 
 WAIT_SECONDS_MAX = 20.0

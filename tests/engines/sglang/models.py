@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -145,18 +144,6 @@ class Mla(Model):
         return [(buffer, self.page) for buffer in kvcache.kv_buffer]
 
 
-class MlaDraft(Mla):
-    """With the layers of a draft model that share the slots."""
-
-    def params(self, **more: Any) -> CacheInitParams:
-        self.draft = self.pool()
-        self.draft.kv_buffer = self.draft.kv_buffer[:2]
-        return super().params(mtp_draft_device_pools=(self.draft,), **more)
-
-    def buffers(self, kvcache: Any) -> list[tuple[torch.Tensor, int]]:
-        return [(buffer, self.page) for buffer in (*kvcache.kv_buffer, *self.draft.kv_buffer)]
-
-
 class Mha(Model):
     replicated = False
 
@@ -208,17 +195,6 @@ class DsaShared(Dsa):
 
     def buffers(self, kvcache: Any) -> Buffers:
         return [each for each in super().buffers(kvcache) if each[0].shape[0]]
-
-
-class MhaDraft(Mha):
-    """With a draft pool that shares the slots, stored beside."""
-
-    def params(self, **more: Any) -> CacheInitParams:
-        self.draft = self.pool()
-        return super().params(sidecar_draft_device_pools=(self.draft,), **more)
-
-    def buffers(self, kvcache: Any) -> Buffers:
-        return [*super().buffers(kvcache), *super().buffers(self.draft)]
 
 
 class Swa(Model):
@@ -371,6 +347,33 @@ class HybridMha(Hybrid):
     use_mla = False
 
 
+class HybridDsa(Hybrid):
+    """As `Hybrid`, with sparse attention and its indexer."""
+
+    page = 64
+
+    def pool(self) -> Any:
+        return memory_pool.HybridLinearKVPool(
+            size=self.pages * self.page,
+            page_size=self.page,
+            head_num=2,
+            head_dim=8,
+            full_attention_layer_ids=[0, 2],
+            mamba_pool=self.requests.mamba_pool,
+            use_mla=True,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            use_dsa=True,
+            index_head_dim=128,
+            kv_cache_dim=24,
+            **COMMON,
+        )
+
+    def buffers(self, kvcache: Any) -> Buffers:
+        indexer = kvcache.full_kv_pool.index_k_with_scale_buffer
+        return [*super().buffers(kvcache), *((buffer, 1) for buffer in indexer)]
+
+
 class SwaMamba(Mamba, Swa):
     """All three."""
 
@@ -449,18 +452,3 @@ class DeepSeekV4(Swa):
 
     def read(self, kvcache: Any, layer: int) -> None:
         kvcache.wait_layer_transfer(layer)
-
-
-MODELS: dict[str, Callable[[int], Model]] = {
-    "mla": Mla,
-    "mla+draft": MlaDraft,
-    "mha": Mha,
-    "dsa": Dsa,
-    "dsa+shared": DsaShared,
-    "mha+draft": MhaDraft,
-    "swa": Swa,
-    "mla+mamba": Hybrid,
-    "mha+mamba": HybridMha,
-    "swa+mamba": SwaMamba,
-    "deepseek_v4": DeepSeekV4,
-}

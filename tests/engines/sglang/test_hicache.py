@@ -21,7 +21,7 @@ from sglang.srt.server_args import ServerArgs
 
 import umbp
 from tests.engines.sglang.engine import configured
-from tests.engines.sglang.models import MODELS
+from tests.engines.sglang.kinds import MODELS
 from tests.pools import PoolProcess
 from umbp.errors import InvalidRequest
 from umbp.integrations.sglang_hicache import Model, Settings, UMBPHiCache, pieces

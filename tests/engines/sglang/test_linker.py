@@ -19,7 +19,23 @@ from umbp.integrations.sglang_pools import keys_of
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader.copies import Copies
 
-KINDS = ["mla", "mla+draft", "dsa", "dsa+shared", "mha", "mha+draft", "swa", "mla+mamba", "mha+mamba", "swa+mamba", "deepseek_v4"]
+KINDS = [
+    *(
+        "mla",
+        "mla+draft",
+        "dsa",
+        "dsa+shared",
+        "mha",
+        "mha+draft",
+        "swa",
+        "swa+draft",
+        "mla+mamba",
+        "mla+mamba+draft",
+        "mha+mamba",
+        "dsa+mamba",
+    ),
+    *("swa+mamba", "swa+mamba+draft", "swa+mamba+sidecar", "deepseek_v4"),
+]
 CORES = ["python", "rust"]
 
 
@@ -128,28 +144,29 @@ def test_requests_of_one_batch_share_pages(server: PoolProcess) -> None:
         assert engine.has(slots["r2"], 7)
 
 
-@pytest.mark.parametrize("layer", range(3))
-def test_a_failure_at_a_layer_is_told_and_reaches_nobody_else(server: PoolProcess, monkeypatch: pytest.MonkeyPatch, layer: int) -> None:
-    with Engine("mla", server.socket, tenant=f"fail {layer}") as engine:
+@pytest.mark.parametrize("kind", ["mla", "mha", "dsa", "swa", "swa+draft", "mla+mamba", "swa+mamba", "deepseek_v4"])
+def test_a_failure_at_any_layer_is_told_and_reaches_nobody_else(server: PoolProcess, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    with Engine(kind, server.socket, tenant=f"fail {kind}", pages=96) as engine:
         tokens = prompt(1, 8, engine.page)
         engine.compute(tokens, seed=7)
         engine.drop()
         whole = Copies.move
+        for layer in range(engine.model.layers):
 
-        def broken(self: Copies, data: Any, at: int, route: Any) -> None:
-            if at == layer:
-                raise OSError("injected")
-            whole(self, data, at, route)
+            def broken(self: Copies, data: Any, at: int, route: Any, layer: int = layer) -> None:
+                if at == layer:
+                    raise OSError("injected")
+                whole(self, data, at, route)
 
-        with monkeypatch.context() as patch:
-            patch.setattr(Copies, "move", broken)
-            restored = engine.restore(tokens, "r1")
-            assert (restored.loaded, restored.failed) == (8, ["r1"])
-        engine.allocator.free(restored.slots)  # as the scheduler does for a request that it ends
+            with monkeypatch.context() as patch:
+                patch.setattr(Copies, "move", broken)
+                restored = engine.restore(tokens, f"r{layer}")
+                assert (restored.loaded, restored.failed) == (8, [f"r{layer}"]), layer
+            engine.allocator.free(restored.slots)  # as the scheduler does for a request that it ends
         engine.leases_are_over()
-        again = engine.restore(tokens, "r2")
+        again = engine.restore(tokens, "again")
         assert (again.on_device, again.loaded, again.failed) == (0, 8, [])
-        assert engine.has(again.slots, 7)
+        assert engine.is_whole(again, 7)
 
 
 @pytest.mark.parametrize("core", CORES)
@@ -278,6 +295,11 @@ def test_a_newer_engine_is_said_to_be_one(server: PoolProcess, monkeypatch: pyte
     monkeypatch.setattr(sglang_pools, "resolve_hybrid_device_pool_group", other)
     with pytest.raises(ImportError, match=r"was run with sglang 0\.5\.23; .*page_size"):
         Engine("dsa", server.socket)
+
+
+def test_what_cannot_be_served_is_refused_at_the_start(server: PoolProcess) -> None:
+    with pytest.raises(InvalidRequest, match=r"pp_size.*pipeline stages.*HiCache|pipeline stages.*HiCache.*pp_size"):
+        Engine("mla", server.socket, tree={"pp_size": 2, "pp_rank": 0})
 
 
 def test_settings_are_checked(server: PoolProcess) -> None:

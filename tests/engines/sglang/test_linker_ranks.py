@@ -32,6 +32,9 @@ def work(child: Child, socket: str, kind: str, rank: int, world: int, store: str
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
         )
         group = torch.distributed.group.WORLD
+    if settings.pop("context", False):  # the ranks are of one context-parallel group
+        settings["tree"] = {"attn_cp_cache_group": group, "attn_cp_rank": rank, "attn_cp_size": world}
+        group = None
     child.say("met")
     assert child.hear(60.0) == "go"
     with configured(), Engine(kind, socket, group=group, shift=rank * 3, **settings) as engine:
@@ -78,6 +81,8 @@ def obey(engine: Engine, do: str, number: int = 1, pages: int = 8, seed: int = 7
         found, request = engine.match(tokens, f"r{number}")
         engine.linker.shelves[0].namespace.remove(umbp.page_keys(tokens, engine.page)[2:3])
         return engine.admit(found, request)
+    if do == "forget":
+        return bool(engine.linker.shelves[0].namespace.remove(umbp.page_keys(tokens, engine.page)[2:3]).all())
     if do == "match":
         engine.drop()
         engine.waiting = engine.match(tokens, f"r{number}")
@@ -195,6 +200,20 @@ def test_ranks_with_windows_and_states(server: PoolProcess, kind: str, world: in
         group.ask("compute", pages=8)
         answers = group.ask("restore", pages=8)
         assert all((each["loaded"], each["ended"], each["good"]) == (8, [], True) for each in answers), answers
+        group.end()
+
+
+def test_context_parallel_ranks_agree_and_have_their_own(server: PoolProcess) -> None:
+    with ranks(server.socket, "mla", 2, tenant="context", context=True) as group, umbp.connect(server.socket) as pool:
+        before = pool.status()["keys"]
+        group.ask("compute", pages=8)
+        assert pool.status()["keys"] == before + 16
+        answers = group.ask("restore", pages=8)
+        assert all((each["loaded"], each["ended"], each["good"]) == (8, [], True) for each in answers)
+        group.children[0].say({"do": "forget", "pages": 8})
+        assert group.children[0].hear(60.0)
+        answers = group.ask("restore", pages=8)
+        assert all((each["loaded"], each["ended"], each["good"]) == (2, [], True) for each in answers), "what both have"
         group.end()
 
 
