@@ -3,9 +3,9 @@
     frame    u32 bytes that follow | u32 bytes of header | header (JSON) | arrays, one after the other, little-endian, no padding
 
 A client opens a session on the pool's Unix socket as an HTTP upgrade (`UPGRADE_REQUEST`), then sends one request and reads one reply at
-a time; `Note` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is a number of keys, m of
-reserved objects. Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes that connection and no
-other.
+a time; `Note`, `UseSpare` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is a number of
+keys, m of reserved objects. Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes that
+connection and no other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from umbp.errors import ProtocolError
 from umbp.types import KEY_BYTES
 
-VERSION = 1
+VERSION = 2
 FRAME_BYTES_MAX = 8 << 20  # 65,536 keys with ids, versions and sums are 3.4 MiB
 HEADER_BYTES_MAX = 64 << 10
 BATCH_MAX = 1024  # keys of one call that costs the pool a few microseconds a key: some ms is the longest that it is away from others
@@ -79,11 +79,25 @@ class Reserve(Message, frozen=True, tag="reserve"):
 
 
 class Commit(Message, frozen=True, tag="commit"):
-    """End of a reservation. Arrays: filled u8[m], sums u64[m] if ``sums``."""
+    """End of a reservation. ``spare``: for how many pages memory would be of use for the next. Arrays: filled u8[m], sums u64[m] if ``sums``."""
 
     number: Number
     m: Batch
     sums: bool = False
+    spare: Batch = 0
+
+
+class UseSpare(Message, frozen=True, tag="use_spare"):
+    """These keys are being filled into the first n pages of the spare memory ``spare``; its `Commit`, of n items, must follow.
+
+    No reply: the commit's has a status for each key, and says if the memory could not be used for them. Arrays: keys u8[n, 32].
+    """
+
+    row: Row
+    number: Number
+    n: Batch
+    spare: Number
+    parent: Hex = ""
 
 
 class TakeLease(Message, frozen=True, tag="lease"):
@@ -263,36 +277,11 @@ class Bye(Message, frozen=True, tag="bye"):
     """This client has let go of everything; the pool closes the connection after its reply."""
 
 
-Request: TypeAlias = (
-    Hello
-    | OpenNamespace
-    | Reserve
-    | Commit
-    | TakeLease
-    | Renew
-    | Release
-    | Remove
-    | Flush
-    | Note
-    | Corrupt
-    | MakeSums
-    | LetGo
-    | Pin
-    | Unpin
-    | TakeScratch
-    | GiveScratch
-    | OpenGroup
-    | Join
-    | Leave
-    | Fetch
-    | GetFetched
-    | EndFetch
-    | Locate
-    | Prefetch
-    | GetPrefetched
-    | GetStatus
-    | Bye
-)
+_OfSessions: TypeAlias = Hello | OpenNamespace | LetGo | GetStatus | Bye
+_OfPages: TypeAlias = Reserve | Commit | UseSpare | TakeLease | Renew | Release | Remove | Flush | Note | Corrupt | MakeSums | Pin | Unpin
+_OfGroups: TypeAlias = TakeScratch | GiveScratch | OpenGroup | Join | Leave
+_OfFetches: TypeAlias = Fetch | GetFetched | EndFetch | Locate | Prefetch | GetPrefetched
+Request: TypeAlias = _OfSessions | _OfPages | _OfGroups | _OfFetches
 
 # -- replies -----------------------------------------------------------------------------------------------------------------------
 
@@ -335,6 +324,18 @@ class Statuses(Message, frozen=True, tag="statuses"):
     """Arrays: one u8 an item: write statuses, or 0 and 1."""
 
     n: int
+
+
+class Committed(Message, frozen=True, tag="committed"):
+    """Spare memory for the next k pages, as reservation ``spare``; none if k is 0. Arrays: status u8[n], offsets i64[k].
+
+    ``unused``: what was committed is spare memory that could not be used for its keys. They want a reservation.
+    """
+
+    n: int
+    unused: bool = False
+    spare: int = 0
+    k: int = 0
 
 
 class Leased(Message, frozen=True, tag="leased"):
@@ -405,21 +406,8 @@ class Failed(Message, frozen=True, tag="error"):
     field: str = ""
 
 
-Reply: TypeAlias = (
-    Welcome
-    | NamespaceOpened
-    | Reserved
-    | Statuses
-    | Leased
-    | Numbers
-    | Sums
-    | ScratchTaken
-    | Roster
-    | Fetched
-    | Prefetched
-    | Document
-    | Failed
-)
+_ForPages: TypeAlias = Reserved | Statuses | Committed | Leased | Numbers | Sums | Fetched | Prefetched
+Reply: TypeAlias = _ForPages | Welcome | NamespaceOpened | ScratchTaken | Roster | Document | Failed
 
 _encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)

@@ -323,7 +323,7 @@ async def test_cancelled_in_the_copy_leaks_nothing_and_waits_for_the_copy(aio: u
     space = await _open(aio, "cancelled in the copy")
     copying, go, copy, ended = threading.Event(), threading.Event(), mover.scatter, []
 
-    def slow(data: Any, offsets: Any, values: Any) -> None:
+    def slow(data: Any, offsets: Any, values: Any, *, beside: bool) -> None:
         copying.set()
         assert go.wait(20)
         copy(data, offsets, values)

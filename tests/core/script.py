@@ -5,6 +5,7 @@
     1> put a 1-3 -> stored stored exists    session 1 reserves and commits
     1> reserve a 4 5 as w -> pending pending
     1> commit w [but 5] -> stored unavailable
+    1> spare a 2 as s -> 2                  memory ahead for 2 pages, as many as it got        1> use s a 4 5        they are filled into it
     1> lease a 1 2 [for 9] as x -> held gone
     1> release x -> yes          1> renew x y -> lost y         1> pin a 1 [for 9] as p -> 1        1> unpin p -> ok
     1> close -> done | waits     the connection is gone, its process may live        1> die -> done     its process is gone too
@@ -102,6 +103,20 @@ class Script:
         (label,), failed = self.option(words, "but")
         filled = np.array([key not in numbers(failed) for key in self.keys[label]], bool)
         return codes(self.pool.commit(self.now, session, self.named[label], filled, None))
+
+    def do_spare(self, session: int, words: list[str], name: str) -> str:
+        made = self.pool.give_spare(self.now, session, self.pool.find_namespace(self.rows[words[0]]).account, int(words[1]))
+        if made is None:
+            return "0"
+        self.named[name], self.keys[name] = made.number, list(range(len(made.ids)))
+        return str(len(made.ids))
+
+    def do_use(self, session: int, words: list[str], name: str) -> str:
+        label, row, wanted = words[0], self.rows[words[1]], numbers(words[2:])
+        self.keys[label] = wanted
+        account = self.pool.find_namespace(row).account
+        self.pool.use_spare(self.now, session, row, self.named[label], keys_of(*wanted), b"", account.number)
+        return ""
 
     def do_find(self, session: int, words: list[str], name: str) -> str:
         """Look now, lease later."""

@@ -19,6 +19,8 @@ class Model:
     def __init__(self) -> None:
         self.values: dict[tuple[int, int], int] = {}  # (row, key) -> version of the index when it was committed
         self.writes: dict[int, tuple[int, int, list[int], float]] = {}  # reservation -> session, row, keys, expires
+        self.spares: dict[int, tuple[int, int, int, float]] = {}  # reservation -> session, index of the size, pages, expires
+        self.used: dict[int, tuple[int, int, list[int], float, bool]] = {}  # as `writes`, of keys in a spare; whether it fits them
         self.leases: dict[int, tuple[int, np.ndarray, np.ndarray, float]] = {}  # lease -> session, ids, versions, expires
 
 
@@ -32,7 +34,7 @@ class Run:
         self.model = Model()
         self.now = 1000.0
         self.memory = np.zeros(1 << 20, np.uint8)
-        self.evicted = 0
+        self.evicted = self.spares_used = 0
 
     @property
     def pool(self):
@@ -72,6 +74,44 @@ class Run:
                 assert code == WriteStatus.EXPIRED
             else:
                 assert code in (WriteStatus.UNAVAILABLE, WriteStatus.FLUSHED)
+
+    def spare(self) -> None:
+        index, session, count = self.random.randrange(3), self.random.randrange(1, 5), self.random.randrange(1, 7)
+        made = self.pool.give_spare(self.now, session, self.pool.namespaces[self.rows[index]].account, count)
+        if made is not None:
+            assert len(made.ids) == count
+            assert made.number not in self.model.spares
+            self.model.spares[made.number] = (session, index, count, made.expires)
+
+    def use(self) -> None:
+        if not self.model.spares:
+            return
+        number = self.random.choice(list(self.model.spares))
+        session, index, count, expires = self.model.spares.pop(number)
+        other = self.random.random() < 0.1
+        row, keys = self.rows[(index + other) % 3], self.some_keys()[: count + self.random.choice((0, 0, 0, 1))]
+        self.pool.use_spare(self.now, session, row, number, keys_of(*keys), b"", self.pool.namespaces[row].account.number)
+        fits = not other and len(keys) <= count and expires > self.now
+        self.model.used[number] = (session, row, keys, expires, fits)
+        self.spares_used += fits
+
+    def commit_used(self) -> None:
+        if not self.model.used:
+            return
+        number = self.random.choice(list(self.model.used))
+        session, row, keys, expires, fits = self.model.used.pop(number)
+        filled = np.array([self.random.random() < 0.9 for _ in keys])
+        status = self.pool.commit(self.now, session, number, filled, None)
+        for key, full, code in zip(keys, filled.tolist(), status.tolist(), strict=True):
+            if not fits:
+                assert code == WriteStatus.EXPIRED
+            elif code == WriteStatus.STORED:
+                assert full
+                assert (row, key) not in self.model.values
+                self.model.values[row, key] = number
+            else:
+                ends = (WriteStatus.EXPIRED,) if expires <= self.now else (WriteStatus.UNAVAILABLE, WriteStatus.FLUSHED)
+                assert code in (*ends, WriteStatus.EXISTS, WriteStatus.PENDING)
 
     def lease(self) -> None:
         row, keys = self.random.choice(self.rows), self.some_keys()
@@ -114,7 +154,9 @@ class Run:
         for row in self.rows:
             self.pool.namespaces[row].sessions[session] = None
         self.model.leases = {n: lease for n, lease in self.model.leases.items() if lease[0] != session}
-        self.model.writes = {n: write for n, write in self.model.writes.items() if write[0] != session}
+        for writes in (self.model.writes, self.model.spares, self.model.used):
+            for number in [number for number, write in writes.items() if write[0] == session]:
+                del writes[number]
         if not gone:
             self.pool.writer_gone(session)
 
@@ -127,10 +169,11 @@ class Run:
 
     def reboot(self) -> None:
         self.evicted += self.pool.objects.evicted_keys
+        writers = {made.session for made in self.pool.writes.open.values() if len(made.ids)}
         owners = self.world.reboot(self.now)
-        self.model.leases.clear()
-        assert set(owners) == {write[0] for write in self.model.writes.values()}
-        self.model.writes.clear()
+        assert set(owners) == writers >= {write[0] for write in self.model.writes.values()}
+        for kept in (self.model.leases, self.model.writes, self.model.spares, self.model.used):
+            kept.clear()
         self.pool.check()
         for owner in owners:
             self.pool.writer_gone(owner)
@@ -154,6 +197,7 @@ class Run:
 def test_random_events_keep_all_invariants(seed: int, eviction: str) -> None:
     run = Run(seed, eviction)
     events = [run.reserve] * 6 + [run.commit] * 6 + [run.lease] * 4 + [run.release] * 3 + [run.note] * 2
+    events += [run.spare, run.spare, run.spare, run.use, run.use, run.commit_used, run.commit_used]
     events += [run.remove, run.flush, run.close_session, run.pass_time, run.pass_time, run.pass_time]
     for step in range(STEPS):
         event = run.reboot if run.random.random() < 0.01 else run.random.choice(events)
@@ -162,6 +206,7 @@ def test_random_events_keep_all_invariants(seed: int, eviction: str) -> None:
             run.pool.check()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, step {step}, {event.__name__}: {error}") from error
+    assert run.spares_used > 3, "the run hardly used memory ahead"
     assert run.evicted + run.pool.objects.evicted_keys > 0, "the run never evicted: it proves nothing"
 
 

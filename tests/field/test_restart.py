@@ -199,11 +199,11 @@ def test_late_commit_does_not_show_what_another_thread_has_reserved_since(monkey
         space.put(keys_of(9), values_of([9], size))  # takes number 1; after the restart the orphans of the first put have it
         reached, go = {1: threading.Event(), 3: threading.Event()}, {1: threading.Event(), 3: threading.Event()}
 
-        def slow(data: Any, offsets: Any, values: Any) -> None:
+        def slow(data: Any, offsets: Any, values: Any, *, beside: bool) -> None:
             first = next(number for number in (1, 3) if (values[0] == bytes_of(number, size)).all())
             reached[first].set()
             assert go[first].wait(30)
-            copy(data, offsets, values)
+            copy(data, offsets, values, beside=beside)
 
         def put(first: int) -> None:
             answers[first] = space.put(keys_of(first, first + 1), values_of([first, first + 1], size))

@@ -18,20 +18,23 @@ from tests.pools import PoolProcess
 from umbp import ReadStatus, WriteStatus
 from umbp.client import mover
 
-SIZE = 256 << 10
+SIZE = 64 << 10
 
 
-def _slow_writer(child: Child, socket: str) -> None:
-    """A real put, stopped in the middle of its copy."""
+def _slow_writer(child: Child, socket: str, ahead: int) -> None:
+    """A real put, stopped in the middle of its copy. After two others like it, it copies into memory that it was given with the last."""
     with umbp.connect(socket) as pool:
         space = open_namespace(pool, SIZE)
+        for number in range(3000, 3000 + 3 * ahead, 3):
+            space.put(keys_of(number, number + 1, number + 2), values_of([number] * 3, SIZE))
         copy = mover.scatter
 
-        def halfway(data: Any, offsets: Any, values: Any) -> None:
+        def halfway(data: Any, offsets: Any, values: Any, *, beside: bool) -> None:
+            assert beside == bool(ahead)
             copy(data, offsets[:1], values[:1])
             child.say(offsets.tolist())
             child.hear(60)  # here it is stopped
-            copy(data, offsets, values)
+            copy(data, offsets, values, beside=beside)
 
         mover.scatter = halfway
         status = space.put(keys_of(1, 2, 3), values_of([1, 2, 3], SIZE, writer=1))
@@ -42,10 +45,11 @@ def _slow_writer(child: Child, socket: str) -> None:
         child.hear(60)
 
 
-def test_writer_stopped_past_its_time_is_told_and_its_memory_is_nobody_elses() -> None:
-    with PoolProcess("--reservation-seconds", "0.3s", dram="8MiB") as server, umbp.connect(server.socket) as pool:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_writer_stopped_past_its_time_is_told_and_its_memory_is_nobody_elses(ahead: int) -> None:
+    with PoolProcess("--reservation-seconds", "0.8s" if ahead else "0.3s", dram="8MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, SIZE)
-        with Child(_slow_writer, server.socket) as writer:
+        with Child(_slow_writer, server.socket, ahead) as writer:
             held = set(writer.hear())
             assert len(held) == 3
             writer.signal(signal.SIGSTOP)
@@ -54,12 +58,12 @@ def test_writer_stopped_past_its_time_is_told_and_its_memory_is_nobody_elses() -
             # Its keys are free for others, its memory is not: fill the pool over and over and look where objects lie.
             assert space.put(keys_of(1), values_of([1], SIZE)).all(WriteStatus.STORED)
             used = set()
-            for number in range(100, 180):
+            for number in range(100, 420):
                 assert space.put(keys_of(number), values_of([number], SIZE)).all(WriteStatus.STORED)
                 used.add(int(space._operations.look(keys_of(number)).found.rows[0, 5]))
             assert len(used) > 20
             assert not used & held
-            last = list(range(170, 180))
+            last = list(range(410, 420))
             writer.say("go on")
             writer.signal(signal.SIGCONT)
             assert writer.hear() == ["expired"] * 3
@@ -72,16 +76,18 @@ def test_writer_stopped_past_its_time_is_told_and_its_memory_is_nobody_elses() -
             assert writer.hear() == ["stored"]
 
 
-def test_writer_stopped_over_a_lost_connection_and_a_restart_harms_nobody() -> None:
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_writer_stopped_over_a_lost_connection_and_a_restart_harms_nobody(ahead: int) -> None:
     """The pool is killed and started again while the writer is stopped in its copy: its memory waits for it all the same."""
     with PoolProcess("--reservation-seconds", "30s", dram="8MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, SIZE)
-        with Child(_slow_writer, server.socket) as writer:
+        with Child(_slow_writer, server.socket, ahead) as writer:
             held = set(writer.hear())
+            theirs = 6 if ahead else 3  # and the memory for the next
             writer.signal(signal.SIGSTOP)
             server.restart()
             eventually(lambda: pool.connected, "connected again")
-            assert pool.status()["abandoned"] == 3
+            assert pool.status()["abandoned"] == theirs
             used = set()
             for number in range(100, 140):
                 assert space.put(keys_of(number), values_of([number], SIZE)).all(WriteStatus.STORED)
@@ -89,7 +95,7 @@ def test_writer_stopped_over_a_lost_connection_and_a_restart_harms_nobody() -> N
             assert not used & held
             writer.signal(signal.SIGCONT)
             eventually(lambda: pool.status()["sessions"] >= 2, "it has connected again")
-            assert pool.status()["abandoned"] == 3  # it is still writing: it has not let go
+            assert pool.status()["abandoned"] == theirs  # it is still writing: it has not let go
             writer.say("go on")
             assert writer.hear() == ["unavailable"] * 3
             eventually(lambda: pool.status()["abandoned"] == 0, "now it has let go")
@@ -105,7 +111,7 @@ def test_killed_while_stopped_gives_back_at_once() -> None:
     with (
         PoolProcess("--reservation-seconds", "60s", dram="8MiB") as server,
         umbp.connect(server.socket) as pool,
-        Child(_slow_writer, server.socket) as writer,
+        Child(_slow_writer, server.socket, 0) as writer,
     ):
         writer.hear()
         writer.signal(signal.SIGSTOP)

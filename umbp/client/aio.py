@@ -189,6 +189,8 @@ class AsyncPool:
         """One message of an operation that has no reply."""
         if self._connection is None:
             raise Unavailable(f"no pool on {self._link.address} at the moment")
+        if call.bond is not None and call.bond is not self._link.bond:
+            raise Unavailable("the connection to the pool was lost")
         await self._connection.send(call)
 
     async def run(self, operation: Operation[T], undo: Callable[[T], Operation[None]] | None = None) -> T:
@@ -199,8 +201,8 @@ class AsyncPool:
             self.noted()
 
     def noted(self) -> None:
-        """There may be notes to send."""
-        if self._link.notes_kept():
+        """There may be notes to send, or a copy has ended that the pool waits for."""
+        if self._link.owed or self._link.notes_kept():
             self._wake.set()
 
     async def _connect(self) -> None:

@@ -26,7 +26,8 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +39,7 @@ from umbp.layout import Namespace
 from umbp.store import memory, segment, ssd_table
 from umbp.store.index import Found, IndexReader
 from umbp.store.segment import H_BOOT, Segment
-from umbp.types import U8, U64
+from umbp.types import I64, U8, U64
 
 if TYPE_CHECKING:
     from umbp.client.lease import Lease
@@ -46,6 +47,21 @@ if TYPE_CHECKING:
 NOTES_MAX = 128  # kept at a time, all sent in one message: the pool is away from others for some 20 ms with them
 NOTE_BYTES_MAX = 4 << 20
 RENEWALS_MAX = 1024
+SPARE_SECONDS = 1.0  # memory for the next put is given back after this long without one
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spare:
+    """Memory for the next pages of a namespace (`umbp.core.spares`), asked for at a time. Whoever takes it from its queue owns it."""
+
+    bond: Bond
+    number: int
+    offsets: I64
+    asked: float
+
+    def returned(self) -> Call:
+        """What gives it back."""
+        return self.bond.call(wire.Commit(self.number, len(self.offsets)), np.zeros(len(self.offsets), np.uint8))
 
 
 @dataclass(slots=True)
@@ -55,6 +71,9 @@ class Opened:
     identity: Namespace
     row: int = -1
     checked: tuple[Bond, int, int] | None = None
+    spares: deque[Spare] = field(default_factory=deque)
+    put_at: float = float("-inf")  # when the last batch was put, and of how many pages
+    put_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +106,7 @@ class ClientStatistics:
     leases_lost: int = 0
     corrupt: int = 0
     optimistic_lost: int = 0
+    puts_ahead: int = 0  # into memory that was there already
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +272,8 @@ class Link:
         self.owed.clear()
         self.leases.clear()
         self._filling.clear()
+        for opened in self.namespaces:
+            opened.spares.clear()
         self.forget_notes()
 
     # -- leases ------------------------------------------------------------------------------------------------------------------------
@@ -271,10 +293,12 @@ class Link:
                 lease.renewed_at = asked
 
     def upkeep(self) -> Operation[None]:
-        """What a connected client owes its pool from time to time: word of writes that ended, renewals, notes."""
+        """What a connected client owes its pool from time to time: of writes that ended, of memory without use, renewals, notes."""
         for bond in self.settled():
             yield Call(wire.LetGo(bond.session))
             self.owed.discard(bond)
+        for spare in self._idle_spares(time.monotonic()):
+            yield spare.returned()
         if due := self.due_for_renewal(time.monotonic()):
             asked = time.monotonic()
             reply, _ = yield Call(wire.Renew([lease.number for lease in due]))
@@ -282,9 +306,25 @@ class Link:
         if (notes := self.take_notes()) is not None:
             yield notes
 
+    def _idle_spares(self, now: float) -> Iterator[Spare]:
+        """Memory for puts that did not come, taken off the queues."""
+        for opened in self.namespaces:
+            for _ in range(len(opened.spares)):
+                try:
+                    spare = opened.spares.popleft()
+                except IndexError:  # a put took it
+                    break
+                if spare.bond is not self.bond:
+                    continue
+                if now < spare.asked + SPARE_SECONDS:
+                    opened.spares.append(spare)
+                else:
+                    yield spare
+
     def seconds_to_renewal(self, now: float) -> float:
         """Time until the next lease wants renewal, at most 10 s."""
         waits = [lease.renewed_at + lease.seconds / 3 - now for lease in list(self.leases.values()) if lease.renew]
+        waits += [SPARE_SECONDS for opened in self.namespaces if opened.spares]
         return max(0.0, min([10.0, *waits]))
 
     # -- notes -------------------------------------------------------------------------------------------------------------------------

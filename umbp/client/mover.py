@@ -30,7 +30,8 @@ PAGE_BYTES_ALONE = 256 << 10  # the copy of such a page takes 10 times as long a
 RUNS_MAX = 4  # up to this many adjacent runs are copied one by one
 THREADS_MAX = 4
 
-_threads = max(1, min(THREADS_MAX, len(os.sched_getaffinity(0))))
+_processors = len(os.sched_getaffinity(0))
+_threads = max(1, min(THREADS_MAX, _processors))
 
 
 class _Batch:
@@ -83,9 +84,9 @@ class _Helpers:
         for number in range(_threads - 1):
             threading.Thread(target=self._run, name=f"umbp-copy-{number}", daemon=True).start()
 
-    def ask(self, batch: _Batch) -> None:
-        """Whoever has time may help; nobody has to."""
-        for _ in range(_threads - 1):
+    def ask(self, batch: _Batch, helpers: int) -> None:
+        """Whoever has time may help, so many at most; nobody has to."""
+        for _ in range(helpers):
             self._asked.put(batch)
 
     def _run(self) -> None:
@@ -106,21 +107,24 @@ os.register_at_fork(after_in_child=_forget_helpers)
 
 def gather(data: U8, offsets: I64, out: U8) -> None:
     """Copy objects from the segment: ``out[i] = data[offsets[i] : offsets[i] + size]``. ``out`` is (n, size), rows contiguous."""
-    _split(_gather, data, offsets, out)
+    _split(_gather, data, offsets, out, _threads)
 
 
-def scatter(data: U8, offsets: I64, values: U8) -> None:
-    """Copy objects into the segment: ``data[offsets[i] : offsets[i] + size] = values[i]``. ``values`` is (n, size), rows contiguous."""
-    _split(_scatter, data, offsets, values)
+def scatter(data: U8, offsets: I64, values: U8, *, beside: bool = False) -> None:
+    """Copy objects into the segment: ``data[offsets[i] : offsets[i] + size] = values[i]``. ``values`` is (n, size), rows contiguous.
+
+    ``beside``: the pool works for this caller meanwhile, and needs a processor.
+    """
+    _split(_scatter, data, offsets, values, min(_threads, _processors - beside))
 
 
-def _split(move: Any, data: U8, offsets: I64, rows: U8) -> None:
+def _split(move: Any, data: U8, offsets: I64, rows: U8, threads: int) -> None:
     global _helpers
     n, size = rows.shape
     if n > 1 and rows.flags.c_contiguous and (offsets[1:] - offsets[:-1] == size).all():
         offsets, rows = offsets[:1], rows.reshape(1, -1)  # adjacent on both sides: one page n times as large
         n, size = rows.shape
-    if rows.nbytes < SPLIT_BYTES or _threads == 1:
+    if rows.nbytes < SPLIT_BYTES or threads <= 1:
         move(data, offsets, rows)
         return
     parts = max(1, min(PIECES_MAX, rows.nbytes // PIECE_BYTES_MIN))
@@ -134,7 +138,7 @@ def _split(move: Any, data: U8, offsets: I64, rows: U8) -> None:
     batch = _Batch(move, pieces)
     if _helpers is None:
         _helpers = _Helpers()
-    _helpers.ask(batch)
+    _helpers.ask(batch, threads - 1)
     batch.finish()
 
 

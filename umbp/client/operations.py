@@ -9,8 +9,9 @@ the versions are read again. A version that is still the same was never evicted 
 to anyone), so the bytes are those that were committed. What changed is tried once more under a lease. Copies go in chunks, so that bytes
 are checked soon after they were read.
 
-*Put* asks the index first: a batch that is stored already costs no call. Then one call reserves, one copy fills, one call commits. Keys
-that another client is writing at the moment are waited for, not written twice.
+*Put* asks the index first: a batch that is stored already costs no call. Then one call reserves, one copy fills, one call commits. Who
+puts batch after batch is given the memory for the next one with the answer to the commit (`umbp.core.spares`): then the keys are sent, are
+filled while the pool makes itself ready, and one call commits. Keys that another client is writing at the moment are waited for.
 
 Every answer is per item. No pool, a stopped pool, a frozen pool: BUSY for reads, UNAVAILABLE for writes, within the call's time limit.
 """
@@ -18,6 +19,7 @@ Every answer is per item. No pool, a stopped pool, a frozen pool: BUSY for reads
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import time
 from collections.abc import Callable
@@ -29,8 +31,8 @@ from umbp import wire
 from umbp.client import mover
 from umbp.client.buffers import Rows, as_rows
 from umbp.client.lease import Lease
-from umbp.client.link import Bond, Link, Look, Opened
-from umbp.client.steps import CALL_SECONDS_MAX, Operation, Pause, Work
+from umbp.client.link import Bond, Link, Look, Opened, Spare
+from umbp.client.steps import CALL_SECONDS_MAX, Operation, Pause, Send, Work
 from umbp.errors import InvalidRequest, LimitReached, Unavailable
 from umbp.layout import as_keys
 from umbp.store.checksums import checksum, checksums
@@ -42,6 +44,8 @@ IN_FLIGHT_SECONDS_MAX = 2.0  # a put waits this long for another client that is 
 # An answer that does not come costs the connection, and with it all that this client holds: no less than a busy machine needs.
 RELEASE_SECONDS_MAX = 2.0  # who does not hear of it in this time takes the lease for lost: what was read is then judged by versions
 LEASE_SECONDS_MIN = 2.0  # a shorter lease is waited for this long
+AHEAD_SECONDS_MAX = 1.0  # a put that comes this soon after one of as many pages is taken for the second of many
+AHEAD_BYTES_MAX = 16 << 20  # of such puts: the pool gives no more
 Fill = Callable[[I64, U8, I64], None]
 """(which items of the batch, the segment's data, their offsets in it): write those objects, and return only when it is done."""
 VERIFY = ("never", "sampled", "always")
@@ -281,13 +285,16 @@ class Operations:
         array, rows = as_keys(keys), as_rows(values, self.object_bytes, "values", writable=False)
         _check_lengths(array, rows, "values")
 
-        def fill(which: I64, data: U8, offsets: I64) -> None:
-            rows.read(which, lambda at, values: mover.scatter(data, offsets[at], values))
+        def fill(which: I64, data: U8, offsets: I64, *, beside: bool = False) -> None:
+            rows.read(which, lambda at, values: mover.scatter(data, offsets[at], values, beside=beside))
 
-        return (yield from self.fill(array, fill, parent))
+        return (yield from self.fill(array, fill, parent, ahead=functools.partial(fill, beside=True)))
 
-    def fill(self, keys: Any, fill: Fill, parent: bytes | None) -> Operation[Statuses]:
-        """Store pages that ``fill`` writes in place; one `WriteStatus` an item."""
+    def fill(self, keys: Any, fill: Fill, parent: bytes | None, *, ahead: Fill | None = None) -> Operation[Statuses]:
+        """Store pages that ``fill`` writes in place; one `WriteStatus` an item.
+
+        ``ahead`` does the same beside the pool, before it is known which are stored already: None if that might cost too much.
+        """
         array = as_keys(keys)
         before = b"" if parent is None else as_keys([parent], "parent")[0].tobytes()
         status = np.full(len(array), WriteStatus.UNAVAILABLE.value, np.uint8)
@@ -296,13 +303,13 @@ class Operations:
             chunk = slice(start, min(start + step, len(array)))
             part = status[chunk]
             try:
-                yield from self._put_chunk(array[chunk], np.arange(chunk.start, chunk.stop), fill, before, part)
+                yield from self._put_chunk(array[chunk], np.arange(chunk.start, chunk.stop), fill, before, part, ahead=ahead)
             except Unavailable:
                 part[part < WriteStatus.ALL_LEASED.value] = WriteStatus.UNAVAILABLE.value
             before = array[chunk.stop - 1].tobytes()
         return Statuses(status, WriteStatus)
 
-    def _put_chunk(self, keys: U8, items: I64, fill: Fill, parent: bytes, status: U8) -> Operation[None]:
+    def _put_chunk(self, keys: U8, items: I64, fill: Fill, parent: bytes, status: U8, *, ahead: Fill | None) -> Operation[None]:
         """Store these ``keys``, the caller's ``items``; ``status`` is theirs."""
         # A put of pages that are all stored makes no call. Where the first is new most are: to ask for all then costs more than it saves.
         current = self._current_or_none()
@@ -316,8 +323,15 @@ class Operations:
             if look.found.hit.all():
                 status[:] = WriteStatus.EXISTS.value
                 return
-            bond, number = look.bond, look.number
-        status[:] = yield from self._write(bond, number, keys, items, fill, parent)
+            bond, number, ahead = look.bond, look.number, None
+        spare = self._take_spare(bond, len(keys)) if ahead else None
+        codes = None
+        if spare is not None and ahead is not None:
+            codes = yield from self._write_ahead(spare, number, keys, items, ahead, parent)
+        if codes is None:
+            wanted = self._pages_ahead(len(keys)) if ahead else 0
+            codes = yield from self._write(bond, number, keys, items, fill, parent, wanted)
+        status[:] = codes
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
         while WriteStatus.PENDING.value in status.tobytes():
@@ -336,12 +350,44 @@ class Operations:
             yield Pause(pause)
             pause = min(pause * 2, 0.05)
             if pause > 0.02:  # perhaps its writer gave up: then it is ours to write
-                status[pending] = yield from self._write(look.bond, look.number, keys[pending], items[pending], fill, b"")
+                status[pending] = yield from self._write(look.bond, look.number, keys[pending], items[pending], fill, b"", 0)
 
-    def _write(self, bond: Bond, number: int, keys: U8, items: I64, fill: Fill, parent: bytes) -> Operation[U8]:
+    def _pages_ahead(self, pages: int) -> int:
+        """How many pages to have memory for ahead, now that so many are put: as many, if that goes on."""
+        now, opened = time.monotonic(), self.opened
+        again = opened.put_pages == pages and now < opened.put_at + AHEAD_SECONDS_MAX and not opened.spares
+        opened.put_pages, opened.put_at = pages, now
+        return pages if again and pages * self.object_bytes <= AHEAD_BYTES_MAX else 0
+
+    def _take_spare(self, bond: Bond, pages: int) -> Spare | None:
+        """Memory ahead for this many pages, if there is some."""
+        try:
+            spare = self.opened.spares.popleft()
+        except IndexError:
+            return None
+        welcome = self.link.welcome
+        fresh = welcome is not None and time.monotonic() < spare.asked + welcome.reservation_seconds / 2
+        if spare.bond is bond and len(spare.offsets) == pages and fresh:
+            return spare
+        self.opened.spares.append(spare)  # the upkeep gives it back
+        return None
+
+    def _write_ahead(self, spare: Spare, number: int, keys: U8, items: I64, fill: Fill, parent: bytes) -> Operation[U8 | None]:
+        """Fill these keys into memory that is there already, and commit. None if it could not be used for them."""
+        try:
+            if (notes := self.link.take_notes()) is not None:
+                yield notes
+            yield Send(wire.UseSpare(self.opened.row, number, len(keys), spare.number, parent.hex()), (keys,), spare.bond)
+        except BaseException:
+            with contextlib.suppress(Unavailable):
+                yield spare.returned()
+            raise
+        self.link.statistics.puts_ahead += 1
+        return (yield from self._fill(spare.bond, spare.number, items, spare.offsets, fill, self._pages_ahead(len(keys))))
+
+    def _write(self, bond: Bond, number: int, keys: U8, items: I64, fill: Fill, parent: bytes, ahead: int) -> Operation[U8]:
         """Reserve, fill, commit what is absent of these keys, the caller's ``items``; PENDING for what another is writing."""
-        link = self.link
-        if (notes := link.take_notes()) is not None:  # before the write: what a request missed was not there when it asked
+        if (notes := self.link.take_notes()) is not None:  # before the write: what a request missed was not there when it asked
             yield notes
         reply, blob = yield bond.call(wire.Reserve(self.opened.row, number, len(keys), 0.0, parent.hex()), keys)
         status: U8 = blob.take(np.uint8, reply.n).copy()
@@ -349,23 +395,32 @@ class Operations:
         ids, offsets = blob.take(np.int64, reply.m), blob.take(np.int64, reply.m)
         if not len(ids):
             return status
-        targets, data = items if len(ids) == len(items) else items[mine], bond.data
+        done = yield from self._fill(bond, reply.number, items if len(ids) == len(items) else items[mine], offsets, fill, ahead)
+        status[mine] = WriteStatus.EXPIRED.value if done is None else done
+        return status
+
+    def _fill(self, bond: Bond, reservation: int, items: I64, offsets: I64, fill: Fill, ahead: int) -> Operation[U8 | None]:
+        """Fill and commit a reservation, and have memory ``ahead`` for so many pages more; a status an item. None: see `_write_ahead`."""
+        data = bond.data
 
         def work() -> U64 | None:
-            with link.filling(bond):
-                fill(targets, data, offsets)
+            with self.link.filling(bond):
+                fill(items, data, offsets)
                 return checksums(data, offsets, np.full(len(offsets), self.object_bytes)) if bond.checksum == "put" else None
 
-        filled = np.zeros(len(ids), np.uint8)
+        filled = np.zeros(len(items), np.uint8)
         sums: U64 | None = None
         try:
-            sums = yield Work(work, len(ids) * self.object_bytes)
+            sums = yield Work(work, len(items) * self.object_bytes)
             filled[:] = 1
         finally:
             arrays = (filled,) if sums is None else (filled, sums)
-            done, result = yield bond.call(wire.Commit(reply.number, len(ids), sums is not None), *arrays)
-            status[mine] = result.take(np.uint8, done.n)
-        return status
+            asked = time.monotonic()
+            done, result = yield bond.call(wire.Commit(reservation, len(items), sums is not None, ahead), *arrays)
+            status: U8 = result.take(np.uint8, done.n)
+            if done.k:
+                self.opened.spares.append(Spare(bond, done.spare, result.take(np.int64, done.k), asked))
+        return None if done.unused else status
 
     # -- removal and pins --------------------------------------------------------------------------------------------------------------
 

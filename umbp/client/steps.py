@@ -40,10 +40,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One message that has no reply."""
+    """One message that has no reply. ``bond`` as in `Call`."""
 
     message: wire.Message
     arrays: tuple[Any, ...] = ()
+    bond: object = None
 
 
 @dataclass(frozen=True, slots=True)

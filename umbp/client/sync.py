@@ -241,8 +241,11 @@ class Pool:
     def send(self, call: Send) -> None:
         """One message of an operation that has no reply."""
         with self._lock:
+            connection = self._connected()
+            if call.bond is not None and call.bond is not self._link.bond:
+                raise Unavailable("the connection to the pool was lost")
             try:
-                self._connected().send(call)
+                connection.send(call)
             except BaseException:
                 self._down()
                 self._waker.wake()
@@ -262,8 +265,8 @@ class Pool:
             self.noted()
 
     def noted(self) -> None:
-        """There may be notes to send."""
-        if self._link.notes_kept() == 1 or self._link.notes_due():
+        """There may be notes to send, or a copy has ended that the pool waits for."""
+        if self._link.owed or self._link.notes_kept() == 1 or self._link.notes_due():
             self._waker.wake()
 
     # -- the background ----------------------------------------------------------------------------------------------------------------

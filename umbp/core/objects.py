@@ -62,6 +62,7 @@ class Table(Protocol):
     def versions_of(self, ids: I64) -> U64: ...
     def write_reserved(self, ids: I64, words: U64, place: np.uint64, offsets: I64, owner: int) -> None: ...
     def enter(self, ids: I64, hashed: U64 | None = None) -> Mask: ...
+    def name_reserved(self, ids: I64, words: U64, place: np.uint64) -> None: ...
     def publish(self, ids: I64, sums: U64 | None) -> None: ...
     def withdraw(self, ids: I64) -> None: ...
     def unpublish(self, ids: I64) -> None: ...
@@ -171,6 +172,14 @@ class Objects:
         self.row[ids], self.size[ids], self.offset[ids] = account.row, account.object_bytes, offsets
         self._charge(account, len(ids))
 
+    def assign(self, ids: I64, account: Account) -> None:
+        """Count reserved objects as another account's, one of the same object size."""
+        for old, part in self._by_account(ids):
+            assert old.object_bytes == account.object_bytes
+            self._charge(old, -len(part))
+        self.row[ids] = account.row
+        self._charge(account, len(ids))
+
     def publish(self, now: float, ids: I64, parents: Parents, fingerprints: U64) -> None:
         """Account for reserved objects that the table shows now."""
         self._move(ids, RESERVED, LIVE)
@@ -253,14 +262,11 @@ class Objects:
         return ids[~claimed]
 
     def transfer(self, ids: I64, account: Account) -> None:
-        """Count live objects as another account's, one of the same object size."""
+        """`assign` for live objects."""
         for old, part in self._by_account(ids):
-            assert old.object_bytes == account.object_bytes
             old.live_keys -= len(part)
-            self._charge(old, -len(part))
-        self.row[ids] = account.row
+        self.assign(ids, account)
         account.live_keys += len(ids)
-        self._charge(account, len(ids))
 
     def _move(self, ids: I64, old: int, new: int) -> None:
         assert (old, new) in MOVES, f"no move {STATES[old]} -> {STATES[new]}"

@@ -33,6 +33,8 @@ from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Counters, Objects
 from umbp.core.puts import Puts, Reserved, flushed
 from umbp.core.room import Room, Watermarks
 from umbp.core.scratch import Scratch
+from umbp.core.spares import Spares
+from umbp.core.writes import Reservation
 from umbp.errors import InvalidRequest, LimitReached, NotFound
 from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, Request, build
 from umbp.store.index import FILLING, W_PLACE, W_SUM, Found, IndexWriter, hashes, key_words, place_word
@@ -68,6 +70,7 @@ class Pool:
         self.puts.admission = self._asked()
         self.writes = self.puts.writes
         self.scratch = Scratch(self.objects, self.room, self._limbo)
+        self.spares = Spares(self.objects, self.room, self.writes, self._limbo, limits.reservation_seconds)
         self.namespaces: dict[int, NamespaceState] = {}  # by row
         self.by_digest: dict[bytes, NamespaceState] = {}
         self.digests: dict[int, bytes] = {}  # by number, also of numbers that were in use a while ago
@@ -262,6 +265,21 @@ class Pool:
         """`commit`, as far as its client waits for it. `settle` must follow."""
         return self.puts.begin_commit(now, session, number, filled, sums)
 
+    def use_spare(self, now: float, session: int, row: int, spare: int, keys: U8, parent: bytes, number: int) -> None:
+        """The client fills these keys into memory that it was given ahead; the next is made ready. Its commit has the statuses."""
+        state = self.namespaces.get(row)
+        account = state.account if state is not None else None
+        if account is None or account.number != number:
+            return
+        if self.puts.use_spare(now, session, account, spare, keys, parent):
+            self.spares.prepare(now, session, account.object_bytes, len(keys))
+
+    def give_spare(self, now: float, session: int, account: Account, count: int) -> Reservation | None:
+        """Memory ahead for the next ``count`` pages of this namespace; None if there is none to spare, or each put needs a look first."""
+        if not count or account.quota_bytes or self.puts.admission is not None:
+            return None
+        return self.spares.give(now, session, account.object_bytes, count)
+
     def settle(self) -> None:
         """The other half of the last `begin_...`: before anything else is asked of the pool."""
         self.puts.settle()
@@ -391,6 +409,7 @@ class Pool:
         """The session's connection closed; with ``gone`` its process is dead. True if memory still waits for its writer."""
         self.leases.end_session(session)
         self.objects.claims.end_session(session)
+        self.spares.end_session(session)
         for state in self.namespaces.values():
             state.sessions.pop(session, None)
         if gone:
@@ -435,6 +454,7 @@ class Pool:
         self.leases.check()
         self.writes.check()
         self.scratch.check()
+        self.spares.check()
         self.table.check()
         reserved = np.flatnonzero((self.objects.state == RESERVED) | (self.objects.state == ORPHAN))
         assert np.array_equal(reserved, self.table.reserved()), "reserved entries differ"

@@ -24,6 +24,25 @@ from umbp.types import I64, U8, U64, Mask, WriteStatus
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """What is to be written of some keys: a status an item (PENDING or EXISTS), ``mine`` those to write, as words, names and hashes too."""
+
+    status: U8
+    mine: Mask
+    found: Found
+    words: U64
+    names: list[bytes]
+    prints: U64
+    place: np.uint64
+
+    def only(self, chosen: I64) -> tuple[U64, list[bytes], U64]:
+        """Words, names and hashes of these items."""
+        if len(chosen) == len(self.names):
+            return self.words, self.names, self.prints
+        return self.words[chosen], [self.names[i] for i in chosen.tolist()], self.prints[chosen]
+
+
+@dataclass(frozen=True, slots=True)
 class Reserved:
     """Answer to `reserve`: a status an item; for the PENDING-to-be-filled ones (``mine``) entry id and offset, in order."""
 
@@ -60,18 +79,10 @@ class Puts:
         self, now: float, session: int, account: Account, keys: U8, parent: bytes, seconds: float, *, admit: bool
     ) -> Reserved:
         """Room for what is absent of these keys, as far as the client waits for it. `settle` must follow."""
-        words, place = key_words(keys), place_word(account.number, account.object_bytes)
-        prints = hashes(words, np.uint64(account.number), self.table.seed)
-        status = np.full(len(keys), WriteStatus.PENDING.value, np.uint8)
-        if self.table.none_of(prints):  # nearly always
-            found = nothing_found(len(keys))
-        else:
-            found = self.table.find(words, account.number, place, prints)
-            status[found.hit] = WriteStatus.EXISTS.value
-        names: list[bytes] = words.view("V32").reshape(-1).tolist()
-        mine = self._first_of_absent(account, found.hit, names)
+        absent = self._absent(account, keys)
+        status, mine, found = absent.status, absent.mine, absent.found
         if admit and self.admission is not None and mine.any():
-            admitted = self.admission.admit(now, prints[mine], fill=self._fill())
+            admitted = self.admission.admit(now, absent.prints[mine], fill=self._fill())
             if not admitted.all():
                 declined = np.flatnonzero(mine)[~admitted]
                 status[declined] = WriteStatus.NOT_ADMITTED.value
@@ -83,19 +94,52 @@ class Puts:
         if not len(offsets):
             return Reserved(0, status, mine, np.empty(0, np.int64), offsets)
         chosen = np.flatnonzero(mine)
-        if len(chosen) < len(keys):
-            words, prints, names = words[chosen], prints[chosen], [names[i] for i in chosen.tolist()]
-        ids = self.objects.take(words, place, offsets, session)
+        words, names, prints = absent.only(chosen)
+        ids = self.objects.take(words, absent.place, offsets, session)
         reserved = Reserved(self.writes.next_number(), status, mine, ids, offsets)
 
         def rest() -> None:
             self.objects.reserve(account, ids, offsets)
-            parents = self._parents(account, found, chosen, ids, parent, place)
+            parents = self._parents(account, found, chosen, ids, parent, absent.place)
             limit = min(seconds or self._reservation_seconds, self._reservation_seconds)
             self.writes.start(now, reserved.number, session, account, ids, names, parents, prints, limit)
 
         self._rest = rest
         return reserved
+
+    def use_spare(self, now: float, session: int, account: Account, number: int, keys: U8, parent: bytes) -> bool:
+        """The client fills these keys into its spare memory; False if it cannot be used for them, and the commit will say so."""
+        made = self.writes.open.get(number)
+        if made is None or made.session != session or not made.blank or not made.given or made.expired:
+            return False
+        if account.quota_bytes or self.admission is not None or account.object_bytes != made.account.object_bytes:
+            return False
+        if not 0 < len(keys) <= len(made.ids):
+            return False
+        absent = self._absent(account, keys)
+        found, chosen = absent.found, np.flatnonzero(absent.mine)
+        if found.hit.any():
+            self.objects.acknowledged_at[found.ids[found.hit]] = now
+        words, names, prints = absent.only(chosen)
+        ids = made.ids[: len(keys)][chosen]
+        self.table.name_reserved(ids, words, absent.place)
+        parents = self._parents(account, found, chosen, ids, parent, absent.place)
+        self.writes.name(made, account, ids, names, parents, prints)
+        if len(chosen) < len(keys):
+            made.answer, made.mine = absent.status, absent.mine
+        return True
+
+    def _absent(self, account: Account, keys: U8) -> Absent:
+        words, place = key_words(keys), place_word(account.number, account.object_bytes)
+        prints = hashes(words, np.uint64(account.number), self.table.seed)
+        status = np.full(len(keys), WriteStatus.PENDING.value, np.uint8)
+        if self.table.none_of(prints):  # nearly always
+            found = nothing_found(len(keys))
+        else:
+            found = self.table.find(words, account.number, place, prints)
+            status[found.hit] = WriteStatus.EXISTS.value
+        names: list[bytes] = words.view("V32").reshape(-1).tolist()
+        return Absent(status, self._first_of_absent(account, found.hit, names), found, words, names, prints, place)
 
     def _make_room(self, now: float, account: Account, found: Found, status: U8, mine: Mask) -> I64:
         """Memory for what is ``mine``; what there is none for is not mine any more, and its ``status`` says why."""
@@ -116,6 +160,11 @@ class Puts:
     def begin_commit(self, now: float, session: int, number: int, filled: Mask, sums: U64 | None) -> U8:
         """End a reservation, as far as its client waits for it; a status an item. `settle` must follow."""
         made = self.writes.open.get(number)
+        if made is not None and made.session == session and made.blank:  # it was not used, or could not be
+            self.writes.give_back(made)
+            return np.full(len(filled), WriteStatus.EXPIRED.value, np.uint8)
+        if made is not None and made.answer is not None and made.mine is not None:
+            return self._commit_part(now, session, made, made.answer, made.mine, filled, sums)
         if made is not None and len(filled) != len(made.ids):
             raise InvalidRequest(f"{len(filled)} items, the reservation has {len(made.ids)}", field="filled")
         if made is not None and self.writes.show(session, number, filled, sums):
@@ -126,6 +175,15 @@ class Puts:
             self._count_refused(made.account, status)
             if sums is None:
                 self._stored(made.ids[status == WriteStatus.STORED.value])
+        return status
+
+    def _commit_part(self, now: float, session: int, made: Reservation, answer: U8, mine: Mask, filled: Mask, sums: U64 | None) -> U8:
+        """`begin_commit` of spare memory of whose keys some are stored or being written by others: their bytes were filled for nothing."""
+        if len(filled) != len(answer):
+            raise InvalidRequest(f"{len(filled)} items, the reservation has {len(answer)}", field="filled")
+        made.answer = None
+        status = answer.copy()
+        status[mine] = self.begin_commit(now, session, made.number, filled[mine], None if sums is None else sums[mine])
         return status
 
     def _committed(self, now: float, made: Reservation, sums: U64 | None) -> None:

@@ -78,6 +78,20 @@ class Room:
             offsets = np.concatenate([offsets, more])
         return offsets, reason
 
+    def spare(self, size: int, count: int) -> I64:
+        """Offsets for ``count`` objects of this size, if there is room below the high watermark; else none. Evicts nothing."""
+        objects, allocator, none = self.objects, self.objects.allocator, np.empty(0, np.int64)
+        high = self.watermarks.high
+        if allocator.capacity_bytes - allocator.free_bytes + rounded(size) * count > high * allocator.capacity_bytes:
+            return none
+        if objects.capacity - objects.free_ids + count > high * objects.capacity:
+            return none
+        offsets = allocator.allocate(size, count)
+        if len(offsets) < count:
+            allocator.free(offsets, np.full(len(offsets), size))
+            return none
+        return offsets
+
     def evict_slice(self, now: float) -> int:
         """Evict a bounded number of objects if the pool is above its watermarks; how many went. Call again while it is not zero."""
         objects, capacity = self.objects, self.objects.allocator.capacity_bytes

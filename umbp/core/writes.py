@@ -3,6 +3,8 @@
 A reservation belongs to a session, has a time limit, and ends by one commit, which says what was filled; the rest is given back. At its
 limit, or when its session's connection closes while the process lives, its objects become orphans: the keys are free for other writers at
 once, the memory is not reused until the writer says that it has let go (by its late commit, or on its next connection) or is dead.
+
+A *blank* reservation has no keys yet (`umbp.core.spares`); `name` makes it one like the others.
 """
 
 from __future__ import annotations
@@ -21,7 +23,11 @@ DEADLINES_SPARE = 1024
 
 @dataclass(slots=True)
 class Reservation:
-    """One batch being written: entry ids with their keys, in the caller's order. ``expired`` once its time was over."""
+    """One batch being written: entry ids with their keys, in the caller's order. ``expired`` once its time was over.
+
+    ``blank``: it has no keys yet; ``given``: its session knows of it. ``answer``: of one that was named, a status for each of the keys that
+    the client filled, where not all of them are stored by it; ``mine`` those that are.
+    """
 
     number: int
     session: int
@@ -34,6 +40,15 @@ class Reservation:
     entered: Mask  # which found a slot in the index: at half load nearly always all
     expires: float
     expired: bool = False
+    blank: bool = False
+    given: bool = True
+    answer: U8 | None = None
+    mine: Mask | None = None
+
+    @property
+    def blank_bytes(self) -> int:
+        """Bytes of memory that is for no keys yet."""
+        return len(self.ids) * self.account.object_bytes if self.blank else 0
 
 
 class Writes:
@@ -45,6 +60,7 @@ class Writes:
         self.by_session: dict[int, set[int]] = {}
         self.in_flight: dict[int, set[bytes]] = {}  # by namespace number: the keys that are being filled
         self.expired = 0
+        self.blank_bytes = self.blank_keys = 0
         self._next = 1
         self._deadlines: list[tuple[float, int]] = []
 
@@ -71,15 +87,47 @@ class Writes:
         """Enter a reservation, of a `next_number`, for entries that `Objects.take` took."""
         entered = self.objects.table.enter(ids, fingerprints)
         made = Reservation(number, session, account, account.number, ids, keys, parents, fingerprints, entered, now + seconds)
-        self.open[made.number] = made
-        self.by_session.setdefault(session, set()).add(made.number)
         self.in_flight.setdefault(account.number, set()).update(keys)
+        self._enter(made)
+        return made
+
+    def start_blank(self, now: float, session: int, account: Account, ids: I64, seconds: float) -> Reservation:
+        """Enter a reservation without keys, of which its session does not know yet, for entries that `Objects.reserve` knows."""
+        none = np.empty(0, np.uint64)
+        parents, entered = Parents(none.view(np.int64), none), np.zeros(len(ids), bool)
+        number = self.next_number()
+        made = Reservation(
+            number, session, account, account.number, ids, [], parents, none, entered, now + seconds, blank=True, given=False
+        )
+        self._count_blank(made, 1)
+        self._enter(made)
+        return made
+
+    def name(self, made: Reservation, account: Account, ids: I64, keys: list[bytes], parents: Parents, fingerprints: U64) -> None:
+        """Say what a blank reservation is for: these of its entries for these keys, which the segment has been told; the rest goes back."""
+        rest = np.setdiff1d(made.ids, ids, assume_unique=True) if len(ids) < len(made.ids) else ids[:0]
+        self._count_blank(made, -1)
+        self.objects.abandon(rest)
+        self.objects.assign(ids, account)
+        made.blank, made.account, made.namespace = False, account, account.number
+        made.ids, made.keys, made.parents, made.fingerprints = ids, keys, parents, fingerprints
+        made.entered = self.objects.table.enter(ids, fingerprints)
+        if keys:
+            self.in_flight.setdefault(account.number, set()).update(keys)
+
+    def give_back(self, made: Reservation) -> None:
+        """End a reservation of which nobody writes anything: its memory is free."""
+        self._drop(made)
+        self.objects.abandon(made.ids)
+
+    def _enter(self, made: Reservation) -> None:
+        self.open[made.number] = made
+        self.by_session.setdefault(made.session, set()).add(made.number)
         if len(self._deadlines) > 2 * len(self.open) + DEADLINES_SPARE:  # most are of writes that ended long before their time
             self._deadlines = [(open_.expires, open_.number) for open_ in self.open.values() if not open_.expired]
             heapq.heapify(self._deadlines)
         else:
             heapq.heappush(self._deadlines, (made.expires, made.number))
-        return made
 
     def finish(self, now: float, session: int, number: int, filled: Mask, sums: U64 | None) -> U8:
         """Commit what was filled and give the rest back. One status per item: stored, or refused with the reason."""
@@ -136,9 +184,13 @@ class Writes:
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number = heapq.heappop(self._deadlines)
             made = self.open.get(number)
-            if made is not None and not made.expired:
+            if made is None or made.expired:
+                continue
+            if made.given:
                 self._orphan(made)
                 count += 1
+            else:
+                self.give_back(made)
         self.expired += count
         return count
 
@@ -151,9 +203,7 @@ class Writes:
     def end_session(self, session: int) -> None:
         """The writer is dead or has let go: give everything back."""
         for number in list(self.by_session.get(session, ())):
-            made = self.open[number]
-            self._drop(made)
-            self.objects.abandon(made.ids)
+            self.give_back(self.open[number])
 
     def check(self) -> None:
         """In-flight keys are those of open reservations that are not expired, and their entries are in the right state."""
@@ -163,23 +213,35 @@ class Writes:
                 assert expected.setdefault(made.namespace, set()).isdisjoint(made.keys)
                 expected[made.namespace].update(made.keys)
             assert (self.objects.state[made.ids] == (ORPHAN if made.expired else RESERVED)).all()
-        assert expected == self.in_flight
+        assert {namespace: keys for namespace, keys in expected.items() if keys} == self.in_flight
+        assert self.blank_bytes == sum(made.blank_bytes for made in self.open.values() if not made.expired)
+        assert self.blank_keys == sum(len(made.ids) for made in self.open.values() if made.blank and not made.expired)
 
     def _orphan(self, made: Reservation) -> None:
         self._clear_keys(made)
+        if made.blank:
+            self._count_blank(made, -1)
         made.expired = True
         self.objects.orphan(made.ids)
 
     def _drop(self, made: Reservation) -> None:
         if not made.expired:
             self._clear_keys(made)
+        if made.blank and not made.expired:
+            self._count_blank(made, -1)
         del self.open[made.number]
         held = self.by_session[made.session]
         held.discard(made.number)
         if not held:
             del self.by_session[made.session]
 
+    def _count_blank(self, made: Reservation, sign: int) -> None:
+        self.blank_keys += sign * len(made.ids)
+        self.blank_bytes += sign * made.blank_bytes
+
     def _clear_keys(self, made: Reservation) -> None:
+        if not made.keys:
+            return
         keys = self.in_flight[made.namespace]
         keys.difference_update(made.keys)
         if not keys:

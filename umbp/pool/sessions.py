@@ -160,8 +160,7 @@ class Session(asyncio.Protocol):
     def peer_pid(self) -> int:
         """Process at the other end as the kernel knows it; 0 if it is in another pid namespace."""
         assert self._transport is not None
-        peer = self._transport.get_extra_info("socket")
-        return int(struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+        return int(struct.unpack("3i", self._transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
     # -- one handler a message -----------------------------------------------------------------------------------------------------
 
@@ -174,8 +173,7 @@ class Session(asyncio.Protocol):
         self.owner = self.owners.open(self.peer_pid(), message.client, self._next_session(), message.holder)
         if self._hello:
             self._hello.cancel()
-        limits = self.server.pool.limits
-        segment = self.server.segment
+        limits, segment = self.server.pool.limits, self.server.segment
         return wire.encode(
             wire.Welcome(
                 session=self.owner.session,
@@ -199,9 +197,8 @@ class Session(asyncio.Protocol):
         return wire.encode(wire.NamespaceOpened(account.row, account.object_bytes))
 
     def reserve(self, message: wire.Reserve, blob: wire.Blob, now: float) -> bytes:
-        keys = blob.keys(message.n)
+        keys, parent = blob.keys(message.n), bytes.fromhex(message.parent)
         blob.end()
-        parent = bytes.fromhex(message.parent)
         made = self.server.pool.begin_reserve(now, self.session, message.row, keys, parent, message.seconds, number=message.number)
         self.server.wake()
         header = wire.Reserved(made.number, message.n, len(made.ids))
@@ -211,9 +208,21 @@ class Session(asyncio.Protocol):
         filled = blob.take(np.uint8, message.m) != 0
         sums = blob.take(np.uint64, message.m) if message.sums else None
         blob.end()
-        status = self.server.pool.begin_commit(now, self.session, message.number, filled, sums)
+        pool = self.server.pool
+        made = pool.writes.open.get(message.number)
+        unused = made is not None and made.blank
+        status = pool.begin_commit(now, self.session, message.number, filled, sums)
+        spare = pool.give_spare(now, self.session, made.account, message.spare) if made and not unused else None
         self.server.wake()
-        return wire.encode(wire.Statuses(len(status)), status)
+        if spare is None:
+            return wire.encode(wire.Committed(len(status), unused), status)
+        return wire.encode(wire.Committed(len(status), unused, spare.number, len(spare.ids)), status, pool.objects.offset[spare.ids])
+
+    def use_spare(self, message: wire.UseSpare, blob: wire.Blob, now: float) -> bytes:
+        keys, parent = blob.keys(message.n), bytes.fromhex(message.parent)
+        blob.end()
+        self.server.pool.use_spare(now, self.session, message.row, message.spare, keys, parent, message.number)
+        return b""
 
     def lease(self, message: wire.TakeLease, blob: wire.Blob, now: float) -> bytes:
         ids, versions = blob.take(np.int64, message.n), blob.take(np.uint64, message.n)
@@ -227,8 +236,7 @@ class Session(asyncio.Protocol):
 
     def release(self, message: wire.Release, blob: wire.Blob, now: float) -> bytes:
         blob.end()
-        held = self.server.pool.leases.release(self.session, message.number)
-        return wire.encode(wire.Numbers([] if held else [message.number]))
+        return wire.encode(wire.Numbers([] if self.server.pool.leases.release(self.session, message.number) else [message.number]))
 
     def remove(self, message: wire.Remove, blob: wire.Blob, now: float) -> bytes:
         keys = blob.keys(message.n)
@@ -333,9 +341,8 @@ class Session(asyncio.Protocol):
     def group(self, message: wire.OpenGroup, blob: wire.Blob, now: float) -> bytes:
         blob.end()
         self.server.pool.find_namespace(message.row)
-        opened = self.server.meetings.groups.open(
-            self.session, message.row, message.name, world=message.world, rank=message.rank, scratch=message.scratch
-        )
+        groups, (world, rank, scratch) = self.server.meetings.groups, (message.world, message.rank, message.scratch)
+        opened = groups.open(self.session, message.row, message.name, world=world, rank=rank, scratch=scratch)
         self.server.meetings.settle()
         return wire.encode(wire.Numbers([opened.number]))
 
@@ -346,14 +353,14 @@ class Session(asyncio.Protocol):
 
     def leave(self, message: wire.Leave, blob: wire.Blob, now: float) -> bytes:
         blob.end()
-        intact = self.server.meetings.groups.leave(self.session, message.member, message.round)
-        return wire.encode(wire.Numbers([int(intact)]))
+        return wire.encode(wire.Numbers([int(self.server.meetings.groups.leave(self.session, message.member, message.round))]))
 
     def fetch(self, message: wire.Fetch, blob: wire.Blob, now: float) -> bytes:
-        keys = blob.keys(message.n)
+        keys, before = blob.keys(message.n), bytes.fromhex(message.before)
         blob.end()
-        before, stages = bytes.fromhex(message.before), message.stages
-        ticket = self.server.fetching.fetch(now, self.session, message.row, message.number, keys, before, message.seconds, stages)
+        ticket = self.server.fetching.fetch(
+            now, self.session, message.row, message.number, keys, before, message.seconds, message.stages
+        )
         if ticket is None:  # flushed: nothing of this number is anywhere
             return wire.encode(wire.Fetched(0, message.n, 0), np.full(message.n, ReadStatus.MISS, np.uint8))
         return _fetched(ticket)
@@ -431,6 +438,7 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.LetGo: Session.let_go,
     wire.Pin: Session.pin,
     wire.Unpin: Session.unpin,
+    wire.UseSpare: Session.use_spare,
     wire.TakeScratch: Session.scratch,
     wire.GiveScratch: Session.give_scratch,
     wire.OpenGroup: Session.group,

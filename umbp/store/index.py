@@ -356,6 +356,10 @@ class IndexWriter(IndexReader):
         self.entries[ids] = rows  # two stores a row, not six: each is a pass over cold memory
         self.entries[ids, W_VERSION] = self._versions(len(ids)) | _ONE  # last: with it the entry is a reserved one
 
+    def name_reserved(self, ids: I64, words: U64, place: np.uint64) -> None:
+        """Give reserved entries, whose memory is being filled already, their keys. They stay reserved ones at every moment of it."""
+        self.entries[ids, :W_OFFSET] = np.concatenate([words, np.full((len(ids), 1), place)], axis=1)
+
     def publish(self, ids: I64, sums: U64 | None) -> None:
         """Show reserved entries that were entered."""
         self.entries[ids, W_SUM] = 0 if sums is None else sums

@@ -1,0 +1,100 @@
+"""Memory that a client has before it asks: `umbp.core.spares` as a client sees it, plain and with asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import umbp
+from tests.client.test_contract import Plain, until
+from tests.field.people import keys_of, values_of
+from tests.pools import PoolProcess
+from umbp import Layout, ReadStatus
+from umbp.client import operations
+
+SIZE = 16 << 10
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PoolProcess]:
+    with PoolProcess(dram="64MiB") as running:
+        yield running
+
+
+@pytest.fixture(params=["plain", "asyncio"])
+async def pool(request: pytest.FixtureRequest, server: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    monkeypatch.setattr(operations, "AHEAD_SECONDS_MAX", 60.0)  # puts of a busy machine come late
+    made: Any = Plain(umbp.connect(server.socket)) if request.param == "plain" else await umbp.connect_async(server.socket)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def space(pool: Any, request: pytest.FixtureRequest) -> Any:
+    return await pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE), tenant=request.node.name)
+
+
+def http(url: str, body: bytes | None = None) -> str:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="PUT" if body else "GET")
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def buffer(count: int) -> np.ndarray:
+    return np.zeros((count, SIZE), np.uint8)
+
+
+async def put_series(space: Any, *batches: list[int]) -> list[list[str]]:
+    """Put these batches one after the other; what was answered."""
+    return [[each.code for each in await space.put(keys_of(*numbers), values_of(numbers, SIZE))] for numbers in batches]
+
+
+async def test_who_puts_batch_after_batch_has_the_memory_before_it_asks(space: Any, pool: Any) -> None:
+    before = pool.statistics().puts_ahead
+    answers = await put_series(space, *([number, number + 1] for number in range(100, 120, 2)))
+    assert answers == [["stored"] * 2] * 10
+    assert pool.statistics().puts_ahead - before == 8, "all but the first two"
+    out = buffer(20)
+    assert (await space.get(keys_of(*range(100, 120)), out)).all(ReadStatus.HIT)
+    assert (out == values_of(range(100, 120), SIZE)).all()
+
+
+async def test_memory_ahead_is_used_for_what_is_new_only(space: Any, pool: Any) -> None:
+    before = pool.statistics().puts_ahead
+    await put_series(space, [1, 101, 102], [103, 104, 105])
+    (answer,) = await put_series(space, [106, 1, 106])  # 1 is stored
+    assert answer == ["stored", "exists", "exists"]
+    assert pool.statistics().puts_ahead == before + 1
+    out = buffer(2)
+    assert (await space.get(keys_of(106, 1), out)).all(ReadStatus.HIT)
+    assert (out == values_of([106, 1], SIZE)).all()
+
+
+async def test_memory_ahead_that_nobody_uses_is_given_back(space: Any, pool: Any, server: PoolProcess) -> None:
+    await put_series(space, [100, 101], [102, 103], [104, 105])
+    metrics = await asyncio.to_thread(http, f"{server.http}/metrics")
+    assert f"umbp_spare_bytes {2 * SIZE}.0" in metrics, "none was given: this shows nothing"
+
+    async def back() -> bool:
+        status = await pool.status()
+        return bool(status["used_bytes"] == sum(each["held_bytes"] for each in status["namespaces"]))
+
+    await until(back)
+
+
+async def test_memory_ahead_is_not_for_other_numbers_of_pages_nor_after_a_quota(space: Any, pool: Any, server: PoolProcess) -> None:
+    before = pool.statistics().puts_ahead
+    await put_series(space, [100, 101], [102, 103])
+    assert await put_series(space, [104]) == [["stored"]]
+    assert pool.statistics().puts_ahead == before
+    await put_series(space, [110, 111])
+    row = (space._inner if isinstance(space, Plain) else space)._operations.opened.row
+    await asyncio.to_thread(http, f"{server.http}/v1/namespaces/{row}/quota", b'{"quota": "128KiB"}')
+    for start in range(200, 240, 2):
+        assert await put_series(space, [start, start + 1]) == [["stored"] * 2]
+    assert sum((await space.lookup(keys_of(*range(200, 240)))).tolist()) <= 8, "the quota holds"

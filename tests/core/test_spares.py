@@ -1,0 +1,221 @@
+"""Memory ahead of a put, from the commit that gives it to every end that it can have (`core.script` says what the lines mean)."""
+
+import numpy as np
+from core.script import play
+from core.world import World, keys_of, open_namespace, put
+
+from umbp.core.spares import BYTES_MAX, SHARE
+from umbp.store.index import W_OFFSET
+from umbp.types import WriteStatus
+
+OPEN = "open a 4096\n"
+
+
+def test_what_is_filled_ahead_is_visible_after_its_commit_only() -> None:
+    play(f"""{OPEN}
+        1> spare a 2 as s -> 2
+        keys a -> 0
+        held a -> 0                     # it is nobody's
+        1> use s a 1 2
+        stored a 1 2 -> no no
+        held a -> 8192
+        2> put a 1 -> pending           # it is on its way
+        1> commit s -> stored stored
+        stored a 1 2 -> yes yes
+        1> commit s -> expired expired
+    """)
+
+
+def test_the_next_is_ready_when_one_is_used_and_given_once() -> None:
+    play(f"""{OPEN}
+        1> spare a 2 as s -> 2
+        1> use s a 1 2
+        states -> 4 reserved            # and two for the next
+        1> spare a 2 as t -> 2          # those
+        states -> 4 reserved
+        1> commit s -> stored stored
+        1> use t a 3 4
+        1> commit t -> stored stored
+        keys a -> 4
+    """)
+
+
+def test_what_is_stored_or_on_its_way_already_was_filled_for_nothing() -> None:
+    play(f"""{OPEN}
+        1> put a 1 -> stored
+        2> reserve a 2 as w -> pending
+        1> spare a 4 as s -> 4
+        1> use s a 1 2 3 3
+        states -> 6 reserved 1 live     # 2 of the other, 3 of this one, four for the next
+        1> commit s -> exists pending stored pending
+        2> commit w -> stored
+        stored a 1-3 -> yes yes yes
+    """)
+
+
+def test_fewer_pages_than_there_is_memory_for_give_the_rest_back() -> None:
+    play(f"""{OPEN}
+        1> spare a 4 as s -> 4
+        1> use s a 1
+        1> commit s -> stored
+        1> die -> done
+        states -> 1 live
+    """)
+
+
+def test_what_was_not_filled_is_given_back() -> None:
+    play(f"""{OPEN}
+        1> spare a 3 as s -> 3
+        1> use s a 1-3
+        1> commit s but 2 -> stored unavailable stored
+        1> die -> done
+        states -> 2 live
+    """)
+
+
+def test_memory_that_is_not_used_goes_back_by_its_commit() -> None:
+    play(f"""{OPEN}
+        1> spare a 2 as s -> 2
+        1> commit s -> expired expired
+        states -> -
+        1> use s a 1 2                  # too late
+        1> commit s -> expired expired
+    """)
+
+
+def test_it_serves_no_more_pages_and_no_other_size_than_it_was_for() -> None:
+    play(f"""{OPEN}open b 8192
+        1> spare a 2 as s -> 2
+        1> use s a 1-3
+        1> commit s -> expired expired expired
+        1> spare a 2 as s -> 2
+        1> use s b 1 2
+        1> commit s -> expired expired
+        1> spare a 2 as s -> 2
+        2> use s a 1 2                  # another's
+        2> commit s -> expired expired
+        1> use s a 1 2
+        1> commit s -> stored stored
+    """)
+
+
+def test_a_flush_reaches_what_is_filled_ahead() -> None:
+    play(f"""{OPEN}
+        1> spare a 2 as s -> 2
+        1> use s a 1 2
+        flush a -> 0
+        1> commit s -> flushed flushed
+        stored a 1 2 -> no no
+    """)
+
+
+def test_its_memory_is_kept_for_a_writer_that_may_still_write() -> None:
+    play(
+        f"""{OPEN}
+        1> spare a 2 as s -> 2
+        1> use s a 1 2
+        1> spare a 2 as t -> 2
+        at 5
+        states -> 4 orphan
+        1> commit s -> expired expired
+        1> commit t -> expired expired  # not used in time
+        states -> -
+        """,
+        reservation_seconds=5.0,
+    )
+    play(f"""{OPEN}
+        1> spare a 2 as s -> 2
+        1> close -> waits
+        states -> 2 orphan
+        gone 1
+        states -> -
+    """)
+
+
+def test_what_was_never_given_is_free_at_its_time_and_at_the_end_of_the_session() -> None:
+    play(
+        f"""{OPEN}
+        1> spare a 2 as s -> 2
+        1> use s a 1 2
+        1> commit s -> stored stored
+        states -> 2 reserved 2 live
+        at 5
+        states -> 2 live
+        """,
+        reservation_seconds=5.0,
+    )
+    play(f"""{OPEN}
+        1> spare a 2 as s -> 2
+        1> use s a 1 2
+        1> commit s -> stored stored
+        1> close -> done
+        states -> 2 live
+    """)
+
+
+def test_after_a_restart_it_is_an_orphan_of_its_session() -> None:
+    script = play(f"""{OPEN}
+        1> spare a 2 as s -> 2
+        2> spare a 1 as t -> 1
+        2> use t a 7
+        reboot -> 1:2 2:2               # 2 has one that is filled, and one ready
+        stored a 7 -> no
+        gone 1
+        gone 2
+        states -> -
+    """)
+    assert script.pool.objects.allocated_bytes() == 0
+
+
+def test_there_is_none_where_each_put_needs_a_look() -> None:
+    play(f"{OPEN}quota a 40960\n1> spare a 2 as s -> 0")
+    play(f"{OPEN}1> spare a 2 as s -> 0", admission="second_touch")
+    play(f"""{OPEN}
+        1> spare a 2 as s -> 2
+        quota a 4096
+        1> use s a 1 2
+        1> commit s -> expired expired
+        held a -> 0
+    """)
+
+
+def test_it_costs_no_eviction_and_is_bounded() -> None:
+    world = World(1 << 20, 1024)
+    row = open_namespace(world.pool, "a", 4096)
+    account = world.pool.find_namespace(row).account
+    most = (1 << 20) // SHARE // 4096
+    given = [world.pool.give_spare(0.0, session, account, 3) for session in range(1, 8)]
+    assert sum(len(made.ids) for made in given if made) == most // 3 * 3
+    world.pool.check()
+    for session in range(1, 8):
+        world.pool.connection_closed(session, gone=True)
+    assert put(world.pool, row, *range(245)) == ["stored"] * 245
+    assert world.pool.give_spare(0.0, 1, account, 4) is None, "it would reach above the high watermark"
+    assert world.pool.objects.evicted_keys == 0
+    large = World(64 * BYTES_MAX, 1024)
+    account = large.pool.find_namespace(open_namespace(large.pool, "a", BYTES_MAX // 8)).account
+    assert large.pool.give_spare(0.0, 1, account, 9) is None
+    assert large.pool.give_spare(0.0, 1, account, 6) is not None
+    assert large.pool.give_spare(0.0, 1, account, 6) is None, "one session has so much at most"
+    assert large.pool.give_spare(0.0, 2, account, 6) is not None
+
+
+def test_entries_stay_reserved_while_they_get_their_keys() -> None:
+    """Their writer is at it: after a crash at any moment of it the memory must not be anybody's."""
+    world = World(1 << 20, 64)
+    row = open_namespace(world.pool, "a", 4096)
+    account = world.pool.find_namespace(row).account
+    made = world.pool.give_spare(0.0, 1, account, 3)
+    assert made is not None
+    offsets = world.entries[made.ids, W_OFFSET].copy()
+    name = world.pool.table.name_reserved
+
+    def watched(ids, words, place):
+        assert np.isin(made.ids, world.pool.table.reserved()).all()
+        name(ids, words, place)
+        assert np.isin(made.ids, world.pool.table.reserved()).all()
+        assert np.array_equal(world.entries[made.ids, W_OFFSET], offsets)
+
+    world.pool.table.name_reserved = watched
+    world.pool.use_spare(0.0, 1, row, made.number, keys_of(1, 2, 3), b"", account.number)
+    assert world.pool.commit(0.0, 1, made.number, np.ones(3, bool), None).tolist() == [WriteStatus.STORED] * 3
