@@ -79,7 +79,7 @@ class Reserve(Message, frozen=True, tag="reserve"):
 
 
 class Commit(Message, frozen=True, tag="commit"):
-    """End of a reservation. ``spare``: for how many pages memory would be of use for the next. Arrays: filled u8[m], sums u64[m] if ``sums``."""
+    """End of a reservation. ``spare``: pages that memory is wanted for ahead. Arrays: filled u8[m], sums u64[m] if ``sums``."""
 
     number: Number
     m: Batch

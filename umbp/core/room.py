@@ -78,7 +78,7 @@ class Room:
             offsets = np.concatenate([offsets, more])
         return offsets, reason
 
-    def spare(self, size: int, count: int) -> I64:
+    def take_free(self, size: int, count: int) -> I64:
         """Offsets for ``count`` objects of this size, if there is room below the high watermark; else none. Evicts nothing."""
         objects, allocator, none = self.objects, self.objects.allocator, np.empty(0, np.int64)
         high = self.watermarks.high

@@ -65,7 +65,7 @@ class Spares:
             or not self.writes.may_start(session)
         ):
             return None
-        offsets = self.room.spare(size, count)
+        offsets = self.room.take_free(size, count)
         if not len(offsets):
             return None
         account = self.limbo(size)

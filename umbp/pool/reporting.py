@@ -120,9 +120,18 @@ class Reporter:
     async def run(self) -> None:
         """Until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._beating())
-            tasks.create_task(self._telling())
-            tasks.create_task(self._consulting())
+            for loop in (self._beating, self._telling, self._consulting):
+                tasks.create_task(self._kept(loop))
+
+    async def _kept(self, loop: Callable[[], Awaitable[None]]) -> None:
+        """A fault of ours in here costs the cluster a while of what this pool has to say; its own clients are served all the same."""
+        while True:
+            try:
+                await loop()
+            except Exception:
+                log.exception("%r: an internal error; it begins again", self)
+                self._resync = True
+                await asyncio.sleep(RETRY_SECONDS)
 
     async def close(self) -> None:
         """A clean stop: say so, within a moment."""
@@ -333,6 +342,8 @@ class Reporter:
 
     def _runs(self, changes: Changes) -> Iterator[tuple[tuple[bytes, int, int], I64]]:
         """Digest, object bytes and count of each namespace that is still open, and its items."""
+        if not len(changes):  # all that came has gone again
+            return
         order = np.arange(len(changes))
         kinds, starts = changes.numbers[:1], order[:1]
         if (changes.numbers != kinds).any():  # seldom: a sort for nothing costs more than all else here

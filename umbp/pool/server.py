@@ -47,12 +47,13 @@ from umbp.policies.base import ADMISSION, CLEANING, EVICTION, STRIPING, find
 from umbp.pool import dram as dram_start
 from umbp.pool.cluster import ClusterSide
 from umbp.pool.documents import status_document
+from umbp.pool.door import FrontDoor
 from umbp.pool.fetching import Fetching
 from umbp.pool.meetings import Meetings
 from umbp.pool.owners import Owner, Owners
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
-from umbp.pool.sessions import FrontDoor, Session
+from umbp.pool.sessions import Session
 from umbp.pool.shelf import PoolShelf
 from umbp.pool.sources import Source
 from umbp.pool.ssd import SsdSide

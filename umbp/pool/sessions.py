@@ -1,9 +1,8 @@
 """Sessions: the connection of a client process, its messages, and what happens when it ends.
 
-Theory of operation. The first bytes on the Unix socket decide (`FrontDoor`): the upgrade request of a session, or plain HTTP, which is
-handed to the REST application as it came. A session answers one message after the other, each in one go without waiting, so a session's
-life is: HELLO expected -> open -> closed. Anything that breaks the protocol gets an error frame if that is possible and closes this
-connection only.
+Theory of operation. A session begins with the upgrade request, which `umbp.pool.door` has read. It answers one message after the other,
+each in one go without waiting, so a session's life is: HELLO expected -> open -> closed. Anything that breaks the protocol gets an error
+frame if that is possible and closes this connection only.
 
 Bounded: sessions, frames, bytes of an unfinished frame, seconds until HELLO, bytes of unread replies (a client that does not read is not
 read from either).
@@ -16,7 +15,7 @@ import contextlib
 import logging
 import socket
 import struct
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import msgspec
@@ -358,9 +357,7 @@ class Session(asyncio.Protocol):
     def fetch(self, message: wire.Fetch, blob: wire.Blob, now: float) -> bytes:
         keys, before = blob.keys(message.n), bytes.fromhex(message.before)
         blob.end()
-        ticket = self.server.fetching.fetch(
-            now, self.session, message.row, message.number, keys, before, message.seconds, message.stages
-        )
+        ticket = self.server.fetching.fetch(now, self.session, message.row, message.number, keys, before, message.seconds, message.stages)
         if ticket is None:  # flushed: nothing of this number is anywhere
             return wire.encode(wire.Fetched(0, message.n, 0), np.full(message.n, ReadStatus.MISS, np.uint8))
         return _fetched(ticket)
@@ -453,54 +450,3 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.GetStatus: Session.status,
     wire.Bye: Session.bye,
 }
-
-
-class FrontDoor(asyncio.Protocol):
-    """Looks at the first bytes of a connection and hands it to whom they are for, else to the HTTP application.
-
-    ``doors``: first bytes, and what makes the protocol for a connection that begins with them; whether it is given these bytes as well.
-    ``on_left``: called when it is decided, or the connection is lost before.
-    """
-
-    def __init__(
-        self,
-        doors: Mapping[bytes, tuple[Callable[[], asyncio.Protocol], bool]],
-        http: Callable[[], asyncio.BaseProtocol],
-        on_left: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._doors = doors
-        self._http = http
-        self._on_left = on_left
-        self._start = bytearray()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Wait for the first bytes; an idle stranger is cut off by `Session`'s rule as well."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are transports without saying so
-        self._timer = asyncio.get_running_loop().call_later(HELLO_SECONDS_MAX, self._transport.close)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """It never said what it wanted."""
-        self._timer.cancel()
-        self._on_left()
-
-    def data_received(self, data: bytes) -> None:
-        """Decide as soon as it can be told."""
-        self._start += data
-        start, transport = bytes(self._start), self._transport
-        if any(len(start) < len(wanted) and wanted.startswith(start) for wanted in self._doors):
-            return
-        assert transport is not None
-        self._timer.cancel()
-        self._on_left()
-        protocol: Any = None
-        for wanted, (door, whole) in self._doors.items():
-            if start.startswith(wanted):
-                protocol, start = door(), start if whole else start[len(wanted) :]
-                break
-        else:
-            protocol = self._http()
-        transport.set_protocol(protocol)
-        protocol.connection_made(transport)
-        if start:
-            protocol.data_received(start)
