@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import umbp
 from tests.field.people import keys_of, open_namespace, values_of
 from tests.pools import PoolProcess
@@ -10,14 +12,15 @@ from umbp import WriteStatus
 SIZE = 4096
 
 
-def test_what_came_and_went_before_it_was_told_is_no_news() -> None:
-    with PoolProcess(dram="8MiB") as server, umbp.connect(server.socket) as pool:
+def test_what_came_and_was_flushed_before_it_was_told_is_no_news() -> None:
+    with PoolProcess(dram="32MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, SIZE)
-        for number in range(60):
-            assert space.put(keys_of(number), values_of([number], SIZE)).all(WriteStatus.STORED)
-            assert space.remove(keys_of(number)).all()
-            if number % 10 == 9:
-                assert space.put(keys_of(1000 + number), values_of([number], SIZE)).all(WriteStatus.STORED)
-        assert pool.status()["keys"] == 6
+        for _ in range(4):
+            for start in range(0, 8192, 1024):
+                numbers = list(range(start, start + 1024))
+                assert space.put(keys_of(*numbers), np.zeros((1024, SIZE), np.uint8)).all(WriteStatus.STORED)
+            space.flush()
+        assert space.put(keys_of(1), values_of([1], SIZE)).all(WriteStatus.STORED)
+        assert server.alive
         assert pool.statistics().connects == 1
         assert "internal error" not in server.log()
