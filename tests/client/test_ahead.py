@@ -15,7 +15,7 @@ from tests.client.test_contract import Plain, until
 from tests.field.people import keys_of, values_of
 from tests.pools import PoolProcess
 from umbp import Layout, ReadStatus
-from umbp.client import operations
+from umbp.client import link
 
 SIZE = 16 << 10
 
@@ -28,7 +28,7 @@ def server() -> Iterator[PoolProcess]:
 
 @pytest.fixture(params=["plain", "asyncio"])
 async def pool(request: pytest.FixtureRequest, server: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    monkeypatch.setattr(operations, "AHEAD_SECONDS_MAX", 60.0)  # puts of a busy machine come late
+    monkeypatch.setattr(link, "AHEAD_SECONDS_MAX", 60.0)  # puts of a busy machine come late
     made: Any = Plain(umbp.connect(server.socket)) if request.param == "plain" else await umbp.connect_async(server.socket)
     yield made
     await made.close()

@@ -47,17 +47,23 @@ if TYPE_CHECKING:
 NOTES_MAX = 128  # kept at a time, all sent in one message: the pool is away from others for some 20 ms with them
 NOTE_BYTES_MAX = 4 << 20
 RENEWALS_MAX = 1024
+AHEAD_SECONDS_MAX = 1.0  # a put that comes this soon after one of as many pages is taken for the second of many
+AHEAD_BYTES_MAX = 16 << 20  # of such puts: the pool gives no more
 SPARE_SECONDS = 1.0  # memory for the next put is given back after this long without one
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spare:
-    """Memory for the next pages of a namespace (`umbp.core.spares`), asked for at a time. Whoever takes it from its queue owns it."""
+    """Memory for the next pages of a namespace (`umbp.core.spares`), asked for at a time, not to be begun with after ``seconds``.
+
+    Whoever takes it from its queue owns it.
+    """
 
     bond: Bond
     number: int
     offsets: I64
     asked: float
+    seconds: float
 
     def returned(self) -> Call:
         """What gives it back."""
@@ -74,6 +80,24 @@ class Opened:
     spares: deque[Spare] = field(default_factory=deque)
     put_at: float = float("-inf")  # when the last batch was put, and of how many pages
     put_pages: int = 0
+
+    def pages_ahead(self, pages: int, object_bytes: int) -> int:
+        """How many pages to have memory for ahead, now that so many are put: as many, if that goes on."""
+        now = time.monotonic()
+        again = self.put_pages == pages and now < self.put_at + AHEAD_SECONDS_MAX and not self.spares
+        self.put_pages, self.put_at = pages, now
+        return pages if again and pages * object_bytes <= AHEAD_BYTES_MAX else 0
+
+    def take_spare(self, bond: Bond, pages: int) -> Spare | None:
+        """Memory ahead for this many pages, if there is some."""
+        try:
+            spare = self.spares.popleft()
+        except IndexError:
+            return None
+        if spare.bond is bond and len(spare.offsets) == pages and time.monotonic() < spare.asked + spare.seconds:
+            return spare
+        self.spares.append(spare)  # the upkeep gives it back
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -166,6 +190,11 @@ class Link:
     def session(self) -> int:
         """Number of the current or last session; 0 before the first."""
         return self.bond.session if self.bond else 0
+
+    @property
+    def spare_seconds(self) -> float:
+        """How long memory ahead may be begun with, so that there is as long again for the copy before the pool takes it for abandoned."""
+        return self.welcome.reservation_seconds / 2 if self.welcome else 0.0
 
     def bond_or_none(self) -> Bond | None:
         """The bond to work under; None while there is no connection, or the pool behind the mapping is not the one of this session."""

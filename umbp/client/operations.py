@@ -44,8 +44,6 @@ IN_FLIGHT_SECONDS_MAX = 2.0  # a put waits this long for another client that is 
 # An answer that does not come costs the connection, and with it all that this client holds: no less than a busy machine needs.
 RELEASE_SECONDS_MAX = 2.0  # who does not hear of it in this time takes the lease for lost: what was read is then judged by versions
 LEASE_SECONDS_MIN = 2.0  # a shorter lease is waited for this long
-AHEAD_SECONDS_MAX = 1.0  # a put that comes this soon after one of as many pages is taken for the second of many
-AHEAD_BYTES_MAX = 16 << 20  # of such puts: the pool gives no more
 Fill = Callable[[I64, U8, I64], None]
 """(which items of the batch, the segment's data, their offsets in it): write those objects, and return only when it is done."""
 VERIFY = ("never", "sampled", "always")
@@ -324,12 +322,12 @@ class Operations:
                 status[:] = WriteStatus.EXISTS.value
                 return
             bond, number, ahead = look.bond, look.number, None
-        spare = self._take_spare(bond, len(keys)) if ahead else None
+        spare = self.opened.take_spare(bond, len(keys)) if ahead else None
         codes = None
         if spare is not None and ahead is not None:
             codes = yield from self._write_ahead(spare, number, keys, items, ahead, parent)
         if codes is None:
-            wanted = self._pages_ahead(len(keys)) if ahead else 0
+            wanted = self.opened.pages_ahead(len(keys), self.object_bytes) if ahead else 0
             codes = yield from self._write(bond, number, keys, items, fill, parent, wanted)
         status[:] = codes
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
@@ -352,26 +350,6 @@ class Operations:
             if pause > 0.02:  # perhaps its writer gave up: then it is ours to write
                 status[pending] = yield from self._write(look.bond, look.number, keys[pending], items[pending], fill, b"", 0)
 
-    def _pages_ahead(self, pages: int) -> int:
-        """How many pages to have memory for ahead, now that so many are put: as many, if that goes on."""
-        now, opened = time.monotonic(), self.opened
-        again = opened.put_pages == pages and now < opened.put_at + AHEAD_SECONDS_MAX and not opened.spares
-        opened.put_pages, opened.put_at = pages, now
-        return pages if again and pages * self.object_bytes <= AHEAD_BYTES_MAX else 0
-
-    def _take_spare(self, bond: Bond, pages: int) -> Spare | None:
-        """Memory ahead for this many pages, if there is some."""
-        try:
-            spare = self.opened.spares.popleft()
-        except IndexError:
-            return None
-        welcome = self.link.welcome
-        fresh = welcome is not None and time.monotonic() < spare.asked + welcome.reservation_seconds / 2
-        if spare.bond is bond and len(spare.offsets) == pages and fresh:
-            return spare
-        self.opened.spares.append(spare)  # the upkeep gives it back
-        return None
-
     def _write_ahead(self, spare: Spare, number: int, keys: U8, items: I64, fill: Fill, parent: bytes) -> Operation[U8 | None]:
         """Fill these keys into memory that is there already, and commit. None if it could not be used for them."""
         try:
@@ -383,7 +361,11 @@ class Operations:
                 yield spare.returned()
             raise
         self.link.statistics.puts_ahead += 1
-        return (yield from self._fill(spare.bond, spare.number, items, spare.offsets, fill, self._pages_ahead(len(keys))))
+        return (
+            yield from self._fill(
+                spare.bond, spare.number, items, spare.offsets, fill, self.opened.pages_ahead(len(keys), self.object_bytes)
+            )
+        )
 
     def _write(self, bond: Bond, number: int, keys: U8, items: I64, fill: Fill, parent: bytes, ahead: int) -> Operation[U8]:
         """Reserve, fill, commit what is absent of these keys, the caller's ``items``; PENDING for what another is writing."""
@@ -419,7 +401,7 @@ class Operations:
             done, result = yield bond.call(wire.Commit(reservation, len(items), sums is not None, ahead), *arrays)
             status: U8 = result.take(np.uint8, done.n)
             if done.k:
-                self.opened.spares.append(Spare(bond, done.spare, result.take(np.int64, done.k), asked))
+                self.opened.spares.append(Spare(bond, done.spare, result.take(np.int64, done.k), asked, self.link.spare_seconds))
         return None if done.unused else status
 
     # -- removal and pins --------------------------------------------------------------------------------------------------------------
