@@ -28,6 +28,12 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return {"UMBP_SHM_DIR": str(tmp_path / "shm"), "UMBP_RUNTIME_DIR": str(tmp_path / "sockets")}
 
 
+@pytest.fixture
+def torch_is_asked_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes seconds, as another process imports it: one test does it."""
+    monkeypatch.setattr(doctor, "ask_torch", lambda: {"version": "2.13.0", "count": 0, "name": "", "arch": "", "peers": True})
+
+
 def world(environ: dict[str, str], root: Path = Path("/"), **found: object) -> World:
     return World(environ, load_pool_config([], environ), root, **found)  # type: ignore[arg-type]
 
@@ -53,10 +59,12 @@ def test_this_machine_is_examined_without_a_trace(environ: dict[str, str], tmp_p
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
+@pytest.mark.usefixtures("torch_is_asked_elsewhere")
 def test_a_bare_machine_is_examined(environ: dict[str, str], tmp_path: Path) -> None:
     assert statuses(examine(environ, str(tmp_path / "nothing")))["huge pages"] == "warn"
 
 
+@pytest.mark.usefixtures("torch_is_asked_elsewhere")
 def test_a_bad_variable_is_a_finding_and_the_rest_is_judged_all_the_same(environ: dict[str, str]) -> None:
     findings = examine(environ | {"UMBP_DRAM": "64 megs"})
     assert findings[0].status == "bad"
@@ -92,6 +100,7 @@ def test_shared_memory_is_judged(size: int, free: int, kind: str, writable: bool
     assert words in finding.found + finding.advice
 
 
+@pytest.mark.usefixtures("torch_is_asked_elsewhere")
 def test_a_missing_folder_of_segments_is_bad(environ: dict[str, str]) -> None:
     environ["UMBP_SHM_DIR"] = "/nonexistent"
     found = statuses(examine(environ))

@@ -6,7 +6,6 @@ A process of its own, as the interpreter must be off when Triton is first import
 from __future__ import annotations
 
 import json
-import sys
 import traceback
 from typing import Any
 
@@ -88,4 +87,4 @@ def attempt(compile_it) -> str:  # type: ignore[no-untyped-def]
 
 
 if __name__ == "__main__":
-    json.dump(texts(), sys.stdout)
+    print(json.dumps(texts()), flush=True)

@@ -1,7 +1,7 @@
 """What each kernel must do in a world, for any mover: the Triton kernels in the interpreter or on a GPU, or the reference in torch.
 
-``python -m tests.kernels.copies KERNEL`` runs all cases of one kernel in the interpreter and prints {case: error or null}; a process
-of its own, as the interpreter is chosen when Triton is first imported.
+``python -m tests.kernels.copies KERNEL ...`` runs all cases of these kernels in the interpreter and prints a line [kernel, {case: error or
+null}] for each; a process of its own, as the interpreter is chosen when Triton is first imported.
 """
 
 from __future__ import annotations
@@ -186,5 +186,6 @@ def outcome(kernel: str, case: str, mover: Any) -> str | None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mover, name = Kernels(), sys.argv[1]
-    json.dump({case: outcome(name, case, mover) for case in cases_of(name)}, sys.stdout)
+    mover = Kernels()
+    for name in sys.argv[1:]:
+        print(json.dumps([name, {case: outcome(name, case, mover) for case in cases_of(name)}]), flush=True)

@@ -1,9 +1,9 @@
-"""One rank of a group that loads together, in a process of its own, with nothing between the ranks but shared memory and signals.
+"""The ranks of a group that loads together, each in a process of its own, with nothing between them but shared memory and signals.
 
-``python -m tests.kernels.exchange FILE RANK`` maps the file that `tests.kernels.test_exchange` made, at an address of its own, so that
-base tables are told apart. It runs `EPOCHS` fused loads and then staged ones, each of other pages into other slots, checks every byte of
-its KV after each, and prints {"errors": [...]}. Ranks launch different numbers of blocks. Between two epochs a rank tells all others that
-it has checked.
+``python -m tests.kernels.exchange FILE`` forks a process for each rank, which maps the file that `tests.kernels.test_exchange` made, at an
+address of its own, so that base tables are told apart. It runs `EPOCHS` fused loads and then staged ones, each of other pages into other
+slots, and checks every byte of its KV after each; ``FILE.RANK`` then says {"errors": [...], "base": address}. Ranks launch different
+numbers of blocks. Between two epochs a rank tells all others that it has checked.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Rank:
         from umbp.kernels.tables import LayerGroup, Pads, Tile
 
         self.rank, self.mover, self.errors = rank, Kernels(), list[str]()
+        self.others = [np.memmap(path, np.uint8, "r") for _ in range(rank)]  # forked ranks would all map it at one address otherwise
         self.file = np.memmap(path, np.uint8, "r+")
         self.base = self.file.ctypes.data
         starts = [-(-HOST_BYTES // 4096) * 4096 + RANK_BYTES * r for r in range(RANKS)]
@@ -129,10 +131,8 @@ class Rank:
         self.wait(FREED, [1] * RANKS)  # the next push may write the staging buffers again
 
 
-def main(path: Path, rank: int) -> list[str]:
-    import torch
-
-    torch.set_num_threads(1)
+def main(path: Path, rank: int) -> None:
+    """One rank's life, and what it found."""
     one = Rank(path, rank)
     try:
         for epoch in range(1, EPOCHS + 1):
@@ -141,8 +141,23 @@ def main(path: Path, rank: int) -> list[str]:
             one.staged(epoch)
     except TimeoutError:
         pass
-    return one.errors
+    except BaseException:  # noqa: BLE001 - it is told
+        one.errors.append(traceback.format_exc())
+    path.with_name(f"{path.name}.{rank}").write_text(json.dumps({"errors": one.errors, "base": one.base}))
 
 
 if __name__ == "__main__":
-    json.dump({"errors": main(Path(sys.argv[1]), int(sys.argv[2])), "pid": os.getpid()}, sys.stdout)
+    import torch
+
+    from tests.kernels.copies import Kernels
+
+    torch.set_num_threads(1)
+    Kernels()  # imported once, and not by each rank
+    children = []
+    for number in range(RANKS):
+        if not (pid := os.fork()):
+            main(Path(sys.argv[1]), number)
+            os._exit(0)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)

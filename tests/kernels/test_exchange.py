@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -19,22 +22,17 @@ def test_four_processes_exchange_pages_over_several_epochs(tmp_path: Path) -> No
         start = exchange.FILE_BYTES - (exchange.RANKS - rank) * exchange.RANK_BYTES
         content[start : start + exchange.PAD_BYTES] = 0
     content.tofile(path)
-    ranks = []
+    line, environment = processes.command("tests.kernels.exchange", str(path), interpret=True)
+    group = subprocess.Popen(line, env=environment, cwd=processes.ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        for rank in range(exchange.RANKS):
-            line, environment = processes.command("tests.kernels.exchange", str(path), str(rank), interpret=True)
-            ranks.append(
-                subprocess.Popen(line, env=environment, cwd=processes.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            )
-        for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=processes.SECONDS_MAX)
-            assert process.returncode == 0, f"rank {rank}: {err[-3000:]}"
-            assert json.loads(out)["errors"] == [], f"rank {rank}"
+        _, err = group.communicate(timeout=processes.SECONDS_MAX)
     finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group.pid, signal.SIGKILL)  # its session: the ranks that it forked
+    assert group.returncode == 0, err[-3000:]
+    said = [json.loads(path.with_name(f"shared.{rank}").read_text()) for rank in range(exchange.RANKS)]
+    assert [each["errors"] for each in said] == [[]] * exchange.RANKS
+    assert len({each["base"] for each in said}) == exchange.RANKS, "addresses of one rank mean something else in another"
 
 
 def test_the_plans_leave_pages_out_and_let_one_rank_own_nothing() -> None:

@@ -6,6 +6,8 @@ A rank counts the points that it passes (a table posted, a unit begun, staged, p
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import json
 import os
 import select
@@ -104,6 +106,24 @@ class Accident:
         return wrapped
 
 
+def yielding(wait_signal: Callable[..., Any], patience_seconds: float) -> Callable[..., Any]:
+    """A GPU that waits leaves the CPU to others; in the interpreter a wait takes a core from the rank that is waited for.
+
+    So the counters are looked at from here, now and then, until they have grown or the patience is over, and by the kernel then.
+    """
+
+    def wait(addresses: torch.Tensor, wanted: torch.Tensor, status: torch.Tensor, *, polls: int) -> Any:
+        every = zip(addresses.tolist(), wanted.tolist(), status.tolist(), strict=True)
+        left = [(ctypes.c_int64.from_address(address), target) for address, target, lost in every if not lost]
+        until, pause = time.monotonic() + patience_seconds, 50e-6
+        while any(word.value < target for word, target in left) and time.monotonic() < until:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.002)
+        return wait_signal(addresses, wanted, status, polls=1)
+
+    return wait
+
+
 def work(child: Any, socket: str, tenant: str, rank: int, world: int, options: dict[str, Any], way: str) -> None:
     """A rank's life. ``device`` in the options: a folder for device memory, and by rank what fails there; or ``gpu`` for a real one."""
     torch.set_num_threads(1)
@@ -122,6 +142,9 @@ def work(child: Any, socket: str, tenant: str, rank: int, world: int, options: d
         namespace = cache.namespace(pool, tenant=tenant)
         group = umbp.Group("g", rank, world, **options)
         with umbp.Loader(namespace, cache.tensors, group, copy_threads=1, runtime=runtime) as loader:
+            if runtime is not None:
+                launchers: Any = importlib.import_module("umbp.kernels.launchers")
+                launchers.wait_signal = yielding(launchers.wait_signal, group.patience_seconds)
             accident.watch(points)
             child.say("here")
             while (told := child.hear(120.0))["do"] != "end":
