@@ -72,7 +72,10 @@ def load_all(group: Any, wanted: dict[int, list[int]], **options: Any) -> dict[i
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("world", "way"), [pytest.param(2, "fused", marks=SLOW), (3, "fused"), (2, "staged"), pytest.param(4, "staged", marks=SLOW)])
+@pytest.mark.parametrize(
+    ("world", "way"),
+    [pytest.param(2, "fused", marks=SLOW), (3, "fused"), (2, "staged"), pytest.param(4, "staged", marks=SLOW)],
+)
 def test_each_page_leaves_the_segment_once(server: PoolProcess, tenant: str, object_bytes: int, folder: str, world: int, way: str) -> None:
     options = {**PATIENT, "device": {"folder": folder}}
     with ranks(server.socket, tenant, world, way=way, **options) as group, umbp.connect(server.socket) as pool:

@@ -36,8 +36,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
-import redis.asyncio as redis
-from redis.exceptions import RedisError
 
 from umbp.errors import ConfigError, Unavailable
 
@@ -143,6 +141,9 @@ class SharedLog:
         self.masters: list[str] = []
         self._url = url
         self._names = {name: f"{prefix}:{name}" for name in ("log", "members", "registrations", "active", "masters")}
+        import redis.asyncio as redis  # a tenth of the start of every pool and master, of which few have such a store
+
+        self._failed = redis.RedisError
         try:
             self._redis: redis.Redis = redis.Redis.from_url(
                 address, socket_timeout=CALL_SECONDS_MAX, socket_connect_timeout=CALL_SECONDS_MAX, max_connections=64
@@ -256,7 +257,7 @@ class SharedLog:
         try:
             async with asyncio.timeout(CALL_SECONDS_MAX):
                 answer = await what
-        except (RedisError, OSError, TimeoutError) as error:
+        except (self._failed, OSError, TimeoutError) as error:
             self.trouble = f"the store cannot be reached: {error or type(error).__name__}"
             raise Unavailable(self.trouble) from None
         self.trouble = ""
