@@ -383,6 +383,8 @@ def test_policies_are_shown_and_swapped_and_eviction_is_previewed(pool: PoolProc
     would = call("POST", "/v1/evict", body)
     assert (would["objects"], would["complete"], status(pool)["ssd"]["keys"]) == (10, True, 100)
     assert len({victim["key"] for victim in would["first"]} & {key.tobytes().hex() for key in keys_of(*range(100))}) == 10
+    assert call("POST", "/v1/evict", {**body, "policy": "sieve"})["objects"] == 10
+    assert status(pool)["ssd"]["eviction"] == "lru"
     went = call("POST", "/v1/evict", {**body, "dry_run": False})
     assert went["first"] == would["first"]
     assert status(pool)["ssd"]["keys"] == 90

@@ -21,6 +21,7 @@ What it costs: each call is a fixed number of vectorised passes over its keys; `
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -296,6 +297,10 @@ class Pool:
 
     def note(self, now: float, row: int, keys: U8, conversation: int = 0) -> None:
         """A request asked for these keys: the access history."""
+        self.note_all(now, row, keys, [(len(keys), conversation)])
+
+    def note_all(self, now: float, row: int, keys: U8, requests: Sequence[tuple[int, int]]) -> None:
+        """Requests of one namespace, looked up in one pass: how many of the keys each has, in order, and its conversation or 0."""
         state = self.namespaces.get(row)
         if state is None:
             return
@@ -303,11 +308,14 @@ class Pool:
         words = key_words(keys)
         prints = hashes(words, np.uint64(account.number), self.table.seed)
         found = self.table.find(words, account.number, place_word(account.number, account.object_bytes), prints)
-        ids = np.where(found.hit, found.ids, -1)
-        request = Request(now, ids.astype(np.int32), prints, conversation)
-        self.objects.request(request)
-        self.admission.on_request(request)
-        self.counters.notes += 1
+        ids = np.where(found.hit, found.ids, -1).astype(np.int32)
+        at = 0
+        for count, conversation in requests:
+            request = Request(now, ids[at : at + count], prints[at : at + count], conversation)
+            self.objects.request(request)
+            self.admission.on_request(request)
+            at += count
+        self.counters.notes += len(requests)
         self.counters.lookups += len(keys)
         self.counters.hits += int(np.count_nonzero(found.hit))
 

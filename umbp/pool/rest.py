@@ -116,7 +116,7 @@ class Quota(Body, frozen=True):
 class Evict(Body, frozen=True):
     """How many bytes to free, of which tier and namespace, whether only to say what would go, and how many objects to list.
 
-    ``policy``, with ``dry_run`` and in DRAM: what another eviction policy would let go, told of all objects, the longest unused first.
+    ``policy``, with ``dry_run``: what another eviction policy would let go, told of all objects, the longest unused first.
     """
 
     bytes: Annotated[Size, Meta(examples=["1GiB"])]
@@ -330,8 +330,8 @@ class Handlers:
         pool, now = self.node.pool, self.node.now
         wanted = _size(body.bytes, "bytes")
         account = None if body.namespace is None else _namespace(pool, body.namespace).account
-        if body.policy and not (body.dry_run and body.tier == "dram"):
-            raise InvalidRequest("another policy is only asked what it would let go of DRAM", field="policy", example='"dry_run": true')
+        if body.policy and not body.dry_run:
+            raise InvalidRequest("another policy is only asked what it would let go", field="policy", example='"dry_run": true')
         if body.tier == "ssd":
             return await self._evict_ssd(body, wanted, account.number if account else -1)
         row = account.row if account else -1
@@ -363,7 +363,8 @@ class Handlers:
         objects, freed, ledger, none = 0, 0, ssd.tier.ledger, np.empty(0, np.int64)
         deadline = now() + EVICT_SECONDS_MAX
         while freed < wanted and now() < deadline:
-            ids, sizes = ledger.victims(min(wanted - freed, EVICT_SLICE_BYTES), 0, none, number=number)
+            policy = ssd.policies.told(now(), ssd.tier, body.policy) if body.policy else None
+            ids, sizes = ledger.victims(min(wanted - freed, EVICT_SLICE_BYTES), 0, none, number=number, policy=policy)
             if not len(ids):
                 break
             first += items.ssd_victims(self.node, ids[: body.show - len(first)])

@@ -16,6 +16,7 @@ import logging
 import socket
 import struct
 from collections.abc import Callable, Coroutine
+from itertools import groupby
 from typing import Any, cast
 
 import msgspec
@@ -260,11 +261,12 @@ class Session(asyncio.Protocol):
         return wire.encode(wire.Numbers([max(count, await rest)]))
 
     def note(self, message: wire.Note, blob: wire.Blob, now: float) -> bytes:
-        for row, count, conversation in message.requests:
-            keys = blob.keys(count)
-            self.server.pool.note(now, row, keys, conversation)
+        for row, some in groupby(message.requests, key=lambda request: request[0]):
+            requests = [(count, conversation) for _, count, conversation in some]
+            keys = blob.keys(sum(count for count, _ in requests))
+            self.server.pool.note_all(now, row, keys, requests)
             if self.server.ssd:
-                self.server.ssd.noted(row, keys, conversation)
+                self.server.ssd.noted(row, keys, requests)
         blob.end()
         return b""
 

@@ -49,9 +49,7 @@ class SsdPolicies:
         """Another policy from now on. NotFound for a kind or name that there is not; then nothing is changed."""
         match SSD_KINDS.get(kind):
             case "eviction":
-                fresh = self._eviction(name)
-                self._tell(now, tier, fresh)
-                self.eviction = tier.catalog.policy = fresh
+                self.eviction = tier.catalog.policy = self.told(now, tier, name)
             case "admission":
                 self.admission = guarded_admission(build(ADMISSION, name, self._entries))
             case "cleaning":
@@ -65,10 +63,13 @@ class SsdPolicies:
     def _eviction(self, name: str) -> EvictionPolicy:
         return guarded(build(EVICTION, name, self._entries), self._entries, self._oldest_first)
 
-    def _tell(self, now: float, tier: SsdTier, policy: EvictionPolicy) -> None:
+    def told(self, now: float, tier: SsdTier, name: str) -> EvictionPolicy:
+        """The eviction policy of this name, told of all pages; a swap makes it the one in use. NotFound if there is none."""
+        policy = self._eviction(name)
         order, table = self._oldest_first(), tier.catalog.table
         for start in range(0, len(order), TELL_SLICE):
             ids = order[start : start + TELL_SLICE]
             rows = table.entries[ids]
             prints = hashes(rows[:, :4], rows[:, 4] & LOW, table.seed)
             policy.on_inserted(Inserted(now, ids.astype(np.int32), np.full(len(ids), -1, np.int32), prints))
+        return policy

@@ -12,12 +12,12 @@ Cost: 64 bytes an entry and 128 of buckets in the index, 36 here, and the policy
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from umbp.policies.base import EvictionPolicy, Inserted, Request
+from umbp.policies.base import AdmissionPolicy, EvictionPolicy, Inserted, Request
 from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, W_OFFSET, W_PLACE, W_SUM, Found, IndexWriter, buckets_for, hashes, key_words
 from umbp.store.ssd_folder import SegmentFile
 from umbp.store.ssd_format import BLOCK
@@ -148,14 +148,26 @@ class Catalog:
             self.policy.on_inserted(Inserted(now, ids[part].astype(np.int32), parents, prints[part]))
         return shown
 
-    def touch(self, now: float, place: np.uint64, keys: U8, conversation: int = 0) -> I64:
-        """A request asked for these keys; the ids of those that are here, -1 for the others."""
+    def touch(
+        self, now: float, place: np.uint64, keys: U8, requests: Sequence[tuple[int, int]] = (), admission: AdmissionPolicy | None = None
+    ) -> I64:
+        """These keys were asked for; the ids of those that are here, -1 for the others.
+
+        ``requests``: how many of the keys belong to each, and its conversation or 0, where it was not one request. ``admission`` is told
+        too.
+        """
         words = key_words(keys)
         prints = hashes(words, place & LOW, self.table.seed)
         found = self.table.find(words, int(place & LOW), place, prints)
         ids = np.where(found.hit, found.ids, -1)
         self.accessed_at[ids[found.hit]] = now
-        self.policy.on_request(Request(now, ids.astype(np.int32), prints, conversation))
+        at, known = 0, ids.astype(np.int32)
+        for count, conversation in requests or ((len(keys), 0),):
+            request = Request(now, known[at : at + count], prints[at : at + count], conversation)
+            self.policy.on_request(request)
+            if admission is not None:
+                admission.on_request(request)
+            at += count
         return ids
 
     def forget(self, ids: I64, *, evicted: bool) -> tuple[list[SegmentFile], U64]:
@@ -178,8 +190,11 @@ class Catalog:
         self._give_back(ids)
         return files, self.sequence[ids]
 
-    def victims(self, count: int, kept: I64, *, number: int = -1) -> I64:
-        """Up to this many pages to evict, the first to go first, none of those kept, and of one namespace if it is named. A peek."""
+    def victims(self, count: int, kept: I64, *, number: int = -1, policy: EvictionPolicy | None = None) -> I64:
+        """Up to this many pages to evict, the first to go first, none of those kept, and of one namespace if it is named. A peek.
+
+        ``policy``: another than the one in use.
+        """
 
         def eligible(ids: I32) -> Mask:
             mask: Mask = ~np.isin(ids, kept) if len(kept) else np.ones(len(ids), bool)
@@ -187,7 +202,7 @@ class Catalog:
                 mask &= self.table.entries[ids, W_PLACE] & LOW == np.uint64(number)
             return mask
 
-        return self.policy.victims(eligible, count).astype(np.int64)
+        return (policy or self.policy).victims(eligible, count).astype(np.int64)
 
     def drop_file(self, file: SegmentFile) -> None:
         """Nothing leads to this file any more, and it may be used anew."""

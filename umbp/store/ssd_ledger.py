@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from umbp.policies.base import EvictionPolicy
 from umbp.store.index import W_PLACE
 from umbp.store.ssd_catalog import LOW, Catalog
 from umbp.store.ssd_drive import AWAY, Drive
@@ -169,10 +170,10 @@ class Ledger:
             count -= len(ids)
         return freed
 
-    def victims(self, size_bytes: int, count: int, kept: I64, *, number: int = -1) -> tuple[I64, I64]:
-        """The first pages that `evict` would forget, and their bytes on disk. A peek."""
+    def victims(self, size_bytes: int, count: int, kept: I64, *, number: int = -1, policy: EvictionPolicy | None = None) -> tuple[I64, I64]:
+        """The first pages that `evict` would forget, by another policy if one is given, and their bytes on disk. A peek."""
         average = max(BLOCK, self.used_bytes // max(1, self.catalog.count))
-        ids = self.catalog.victims(max(count, -(-size_bytes // average), 1), kept, number=number)
+        ids = self.catalog.victims(max(count, -(-size_bytes // average), 1), kept, number=number, policy=policy)
         sizes = padded_sizes(self.catalog.table.entries[ids, W_PLACE])
         enough = (np.cumsum(sizes) - sizes < size_bytes) | (np.arange(len(ids)) < count)
         return ids[enough], sizes[enough]

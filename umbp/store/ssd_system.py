@@ -154,8 +154,15 @@ def write_all(system: System, fd: int, buffers: Sequence[Any], offset: int, size
         raise OSError(errno.ENOSPC, "the file system took only a part of a write")
 
 
+NICE = 5  # of the threads that serve disks: a third of the weight, where the processors are short
+
+
 class Workers:
-    """A fixed number of daemon threads that do what they are given, in order of arrival."""
+    """A fixed number of daemon threads that do what they are given, in order of arrival.
+
+    Where all processors are busy they step back behind the pool's loop and its clients: a page from disk takes milliseconds anyway, a short
+    call to DRAM does not.
+    """
 
     def __init__(self, count: int, name: str) -> None:
         self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
@@ -175,6 +182,8 @@ class Workers:
             self._asked.put(None)
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # of this thread alone, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while (work := self._asked.get()) is not None:
             future, call, args = work
             if not future.set_running_or_notify_cancel():
