@@ -104,6 +104,14 @@ async def test_a_place_that_fails_is_excluded_and_the_other_asked(space: Any, lo
     assert f"near {2002 + face}" not in log.read_text()  # that place is not asked for a while
 
 
+async def test_what_came_before_the_source_failed_is_there(space: Any, face: int) -> None:
+    numbers, out = range(11_000 + face, 11_008 + face), buffer(8)
+    statuses = await space.get(keys_of(*numbers), out)
+    assert statuses == [HIT] * 7 + [FAILED]
+    assert same(out[:7], *numbers[:7])
+    assert (await space.get(keys_of(*numbers[:7]), out[:7], verify="always", deadline=0)).all(HIT)
+
+
 async def test_pages_that_only_a_failed_place_has_are_a_quick_miss(space: Any, log: Path, face: int) -> None:
     assert await space.get(keys_of(9001 + face), buffer(1)) == [FAILED]
     assert await space.get(keys_of(9002 + face), buffer(1)) == [MISS]

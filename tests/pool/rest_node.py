@@ -23,6 +23,7 @@ from umbp.pool.cluster import ClusterSide
 from umbp.pool.fetching import Fetching
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
+from umbp.store.bell import Bell
 from umbp.store.index import IndexWriter, buckets_for
 
 ENTRIES = 512
@@ -37,7 +38,7 @@ class FakeNode:
         table = IndexWriter(*arrays, 7, np.zeros(1, np.uint64))
         rows, counter = np.zeros((16, 256), np.uint64), np.zeros(1, np.uint64)
         self.pool = Pool(table, rows, counter, capacity, Limits(**limits), eviction=eviction, admission="always")
-        self.fetching = Fetching(self.pool, np.zeros(0, np.uint8), self.now, self.wake, ())
+        self.fetching = Fetching(self.pool, np.zeros(0, np.uint8), Bell(np.zeros(2, np.uint64)), self.now, self.wake, ())
         self.ssd = None
         self.shelf = SimpleNamespace(granted_pages=0, stale_pages=0)
         self.config = PoolConfig(token=token, socket="/run/umbp/default.sock", http=Address(http, 7411))

@@ -163,7 +163,7 @@ async def test_a_page_removed_while_it_is_read_back_does_not_come_into_dram(tmp_
         end = made.system.stalls["read"] = threading.Event()
         (offer,) = await made.source.offers(made.space, keys_of(1, 2), frozenset(), made.now() + 1, peek=False)
         offsets = np.array([8 << 20, 9 << 20])
-        reading = asyncio.create_task(made.source.read(made.space, offer, keys_of(1, 2), made.data, offsets, made.now() + 5))
+        reading = asyncio.create_task(made.source.read(made.space, offer, keys_of(1, 2), made.data, offsets, made.now() + 5, print))
         await asyncio.sleep(0.01)
         rest = made.side.remove(made.account.row, keys_of(1), None)
         assert rest is not None
@@ -180,7 +180,9 @@ async def test_a_read_that_is_cancelled_ends_only_when_nothing_writes_any_more(t
         await made.until(lambda: made.on_ssd(1) == 1)
         end = made.system.stalls["read"] = threading.Event()
         (offer,) = await made.source.offers(made.space, keys_of(1), frozenset(), made.now() + 1, peek=False)
-        reading = asyncio.create_task(made.source.read(made.space, offer, keys_of(1), made.data, np.array([8 << 20]), made.now() + 5))
+        reading = asyncio.create_task(
+            made.source.read(made.space, offer, keys_of(1), made.data, np.array([8 << 20]), made.now() + 5, print)
+        )
         await asyncio.sleep(0.01)
         reading.cancel()
         await asyncio.sleep(0.05)

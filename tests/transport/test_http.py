@@ -70,7 +70,13 @@ async def read(
     size = space.object_bytes
     data = np.full(len(keys) * (size + gap), 0xAA, np.uint8)
     offsets = np.arange(len(keys)) * (size + gap)
-    moved = await transport.read(peer, digest_of(space), size, keys, data, offsets, time.monotonic() + deadline)
+    came: list[tuple[int, int]] = []  # (page, checksum) of those said to be there before the end
+
+    def note(which: np.ndarray, sums: np.ndarray) -> None:
+        came.extend(zip(which.tolist(), sums.tolist(), strict=True))
+
+    moved = await transport.read(peer, digest_of(space), size, keys, data, offsets, time.monotonic() + deadline, note)
+    assert all(moved.status[page] == HIT and moved.sums[page] == made for page, made in came)
     rows = data.reshape(len(keys), size + gap)
     assert (rows[:, size:] == 0xAA).all()
     return moved, rows[:, :size]
@@ -98,6 +104,22 @@ async def test_pages_come_whole_and_in_their_places(
     assert (rows[1] == 0xAA).all()
     assert moved.sums[[0, 2]].tolist() == [checksum(values[2].data), checksum(values[0].data)]
     assert moved.size_bytes == 4 * size
+
+
+async def test_pages_are_said_to_be_there_while_others_are_on_their_way(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
+    numbers = range(64)  # 16 MiB: said in four pieces, and the last one is the end
+    values, keys = store(space, *numbers), keys_of(404, *numbers)
+    data, offsets = np.zeros(65 * SIZE, np.uint8), np.arange(65)[::-1] * SIZE
+    pieces: list[list[int]] = []
+
+    def came(which: np.ndarray, sums: np.ndarray) -> None:
+        for page, made in zip(which.tolist(), sums.tolist(), strict=True):
+            assert made == checksum(values[page - 1].data) == checksum(data[offsets[page] : offsets[page] + SIZE].data)
+        pieces.append(which.tolist())
+
+    moved = await transport.read(peer_of(server), digest_of(space), SIZE, keys, data, offsets, time.monotonic() + 5, came)
+    assert moved.status.tolist() == [MISS] + [HIT] * 64
+    assert pieces == [list(range(start, start + 16)) for start in (1, 17, 33)]
 
 
 async def test_a_connection_is_used_again_and_replaced_when_it_is_broken(
@@ -130,7 +152,7 @@ async def test_nothing_and_unknown_namespaces(transport: HttpTransport, server: 
     data = np.zeros(SIZE, np.uint8)
     until = time.monotonic() + 5
     for namespace, size in (("ab" * 32, SIZE), (digest_of(space), SIZE // 2)):
-        moved = await transport.read(peer_of(server), namespace, size, keys_of(1), data, np.zeros(1, np.int64), until)
+        moved = await transport.read(peer_of(server), namespace, size, keys_of(1), data, np.zeros(1, np.int64), until, print)
         assert moved.status.tolist() == [MISS]
     assert not data.any()
 
@@ -351,7 +373,9 @@ async def test_who_is_cancelled_ends_when_nothing_is_written_any_more(transport:
     store(space, *range(40))
     data = np.zeros(40 * SIZE, np.uint8)
     task = asyncio.ensure_future(
-        transport.read(peer_of(server), digest_of(space), SIZE, keys_of(*range(40)), data, np.arange(40) * SIZE, time.monotonic() + 5)
+        transport.read(
+            peer_of(server), digest_of(space), SIZE, keys_of(*range(40)), data, np.arange(40) * SIZE, time.monotonic() + 5, print
+        )
     )
     await asyncio.sleep(0.004)
     task.cancel()

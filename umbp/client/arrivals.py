@@ -58,6 +58,7 @@ class Arrivals:
     def look(self) -> Operation[None]:
         """See what has come."""
         wanted = self._wanted
+        wanted.hear()
         self._see()
         awaited = np.flatnonzero(self.state == AWAITED)
         if len(awaited):
@@ -105,13 +106,10 @@ class Arrivals:
         words = self.bond.index.entries[ids, W_SUM]
         after = self.bond.index.versions_of(ids)
         filled = (before == marks) & (after == marks)
-        moved = self.chunks[coming[filled]] != words[filled] & ~_FILLING
         self.chunks[coming[filled]] = words[filled] & ~_FILLING
         whole, lost = after == marks & ~_ONE, (after != marks) & (after != marks & ~_ONE)
         self.chunks[coming[whole]] = ALL
         self.state[coming[whole]], self.state[coming[lost]] = WHOLE, LOST
-        if moved.any() or whole.any():
-            self._wanted.moved_at = time.monotonic()
 
     def _find(self, items: I64) -> None:
         """Entries of pages that have none yet."""
@@ -123,8 +121,6 @@ class Arrivals:
             self.state[at], self._ids[at] = state, found.ids[found.hit]
             self._marks[at], self.offsets[at] = rows[:, W_VERSION] | _ONE, rows[:, W_OFFSET].view(np.int64)
             self.chunks[at] = ALL if state == WHOLE else rows[:, W_SUM] & ~_FILLING
-            if len(at):
-                self._wanted.moved_at = time.monotonic()
 
 
 def arrive(operations: Operations, keys: U8, seconds: float, stages: tuple[Ranges, ...]) -> Operation[Arrivals]:

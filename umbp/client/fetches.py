@@ -3,9 +3,10 @@
 Theory of operation
 -------------------
 The pool brings the pages into its own DRAM, where they are read like all others. A fetch is asked for in one call, which is answered at
-once, so that a page that takes its time keeps nobody else from using this client's connection. What comes is seen in the shared index, as
-any page is; what does not come is asked about now and then. Pages that have come are copied while others are on their way; until the client
-ends the fetch the pool keeps them from eviction.
+once, so that a page that takes its time keeps nobody else from using this client's connection. The pool rings (`umbp.store.bell`) when
+something of it has come to its end. What has come is then seen in the shared index, as any page is; only what rang for a page that does not
+come is asked about, and all of it now and then. Pages that have come are copied while others are on their way; until the client ends the
+fetch the pool keeps them from eviction.
 
 Only what the index does not show costs a call, and only where the pool said at hello that it has sources: a pool that is all there is
 answers a miss as before, without one.
@@ -25,17 +26,15 @@ import numpy as np
 from umbp import wire
 from umbp.client.link import Bond
 from umbp.client.operations import Operations
-from umbp.client.steps import Operation, Pause, Send
+from umbp.client.steps import Listen, Operation, Send
 from umbp.core.stages import Ranges
 from umbp.errors import InvalidRequest, UmbpError, Unavailable
 from umbp.layout import as_keys
 from umbp.types import I64, NOWHERE, PENDING, U8, Mask, PrefetchState, ReadStatus, Statuses, Tier
 
 FETCH_SECONDS = 2.0  # a prefill computes some 10 pages in this time: who has not come by then is better recomputed
-PAUSE_SECONDS = (0.0003, 0.003)  # between two looks at the index: first, longest. A look at one key takes 20 us
-LOOK_SECONDS = 0.002  # between two looks at all that is missing: 0.1 ms for 128 keys
-SOON_SECONDS = 0.02  # for this long it is looked at as often as at first: 10 MB of a link of 4 GB/s
-ASK_SECONDS = (0.002, 0.05)  # between two questions what has become of the rest: a miss is known after the first at the earliest
+LISTEN_SECONDS = 0.005  # the longest without a look at the index, for pages that come by other ways: a look at 128 keys takes 0.1 ms
+ASK_SECONDS = 0.05  # between two questions what has become of the rest, where the bell did not ring for a page that is not coming
 ANSWER_SECONDS = 0.25  # the pool ends a fetch at its deadline; this much later the client does
 
 
@@ -63,10 +62,9 @@ class Wanted:
     give_up: float
     bond: Bond | None = None
     asked_at: float = 0.0
-    patience: float = ASK_SECONDS[0]
-    moved_at: float = 0.0
-    looked_at: float = 0.0
-    wait: float = PAUSE_SECONDS[0]
+    rings: int = 0  # of the bell, when it was heard last
+    lacks: int = 0
+    asked_lacks: int = 0  # and when it was asked last
     parts: list[tuple[int, slice]] = field(default_factory=list)  # number of each fetch, and which of the pages are its
     seen: Mask = field(default_factory=lambda: np.zeros(0, bool))
 
@@ -82,29 +80,29 @@ class Wanted:
         fresh: I64 = self.which[new]
         return fresh
 
+    def hear(self) -> None:
+        """Before a look: what comes after it will ring again."""
+        assert self.bond is not None
+        self.rings, self.lacks = self.bond.bell.rings, self.bond.bell.lacks
+
     def pause(self) -> Operation[None]:
-        """Until the next look: longer and longer, if nothing comes."""
-        if time.monotonic() > self.moved_at + SOON_SECONDS:
-            self.wait = min(1.5 * self.wait, PAUSE_SECONDS[1])
-        yield Pause(self.wait)
+        """Until something has happened since the bell was heard, or it is time to look."""
+        assert self.bond is not None
+        yield Listen(self.bond.bell, self.rings, self.bond.session, LISTEN_SECONDS)
 
     def look(self, operations: Operations, keys: U8) -> Operation[None]:
-        """What has come stands in the index; from time to time the pool is asked about the rest."""
-        pending, now = np.flatnonzero(self.status == PENDING), time.monotonic()
-        if len(pending) and now < self.looked_at + LOOK_SECONDS:  # pages come in order, mostly
-            look = operations.look(keys[self.which[pending[:1]]])
-            pending = pending if look is not None and look.found.hit[0] else pending[:0]
-        if len(pending):
-            self.looked_at = now
-            if (look := operations.look(keys[self.which[pending]])) is not None:
-                self.status[pending[look.found.hit]] = ReadStatus.HIT
-        yield from self.ask_again(now)
+        """What has come stands in the index; the pool is asked about the rest where something did not come, and from time to time."""
+        self.hear()
+        pending = np.flatnonzero(self.status == PENDING)
+        if len(pending) and (look := operations.look(keys[self.which[pending]])) is not None:
+            self.status[pending[look.found.hit]] = ReadStatus.HIT
+        yield from self.ask_again(time.monotonic())
 
     def ask_again(self, now: float) -> Operation[None]:
-        """Ask the pool what has become of the rest, if it is time to."""
-        if self.over or now < self.asked_at + self.patience:
+        """Ask the pool what has become of the rest, if there is reason to."""
+        if self.over or (self.lacks == self.asked_lacks and now < self.asked_at + ASK_SECONDS):
             return
-        self.asked_at, self.patience = now, min(2 * self.patience, ASK_SECONDS[1])
+        self.asked_at, self.asked_lacks = now, self.lacks
         assert self.bond is not None
         for number, part in self.parts:
             if (waiting := self.status[part] == PENDING).any():
@@ -222,7 +220,8 @@ def ask(operations: Operations, wanted: Wanted, keys: U8, seconds: float, stages
     order = [list(stage) for stage in stages]
     bond, number = operations.current()
     wanted.bond, wanted.seen, wanted.asked_at = bond, np.zeros(len(wanted.which), bool), time.monotonic()
-    wanted.moved_at = wanted.asked_at
+    wanted.hear()
+    wanted.asked_lacks = wanted.lacks
     for start in range(0, len(wanted.which), wire.BATCH_MAX):
         part = slice(start, min(start + wire.BATCH_MAX, len(wanted.which)))
         which = wanted.which[part]

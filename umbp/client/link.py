@@ -37,6 +37,7 @@ from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
 from umbp.errors import InvalidRequest, SegmentError, Unavailable
 from umbp.layout import Namespace
 from umbp.store import memory, segment, ssd_table
+from umbp.store.bell import Bell
 from umbp.store.index import Found, IndexReader
 from umbp.store.segment import H_BOOT, Segment
 from umbp.types import I64, U8, U64
@@ -111,6 +112,7 @@ class Bond:
     words: U64
     namespaces: U64
     data: U8
+    bell: Bell  # rings for fetches
     fetches: bool = False  # pages that are not in DRAM may be had from elsewhere
     ssd: IndexReader | None = None  # the index of this node's SSD tier
     far: bool = False  # and from other nodes
@@ -231,7 +233,7 @@ class Link:
         assert self.segment is not None
         found = self.segment
         with self._lock:  # last: whoever sees the new bond sees the new rows
-            views = (found.reader(), found.words, found.namespaces, found.data.array)
+            views = (found.reader(), found.words, found.namespaces, found.data.array, found.bell())
             self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, reply.fetches, self._ssd_index(reply), reply.far)
         self.up = True
 

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from umbp import wire
+from umbp.store.bell import Bell
 
 T = TypeVar("T")
 
 CALL_SECONDS_MAX = 5.0
+LOOK_SECONDS = (0.0003, 0.003)  # an event loop cannot sleep at a bell: between two looks whether it rang; first, longest
 INLINE_BYTES_MAX = 256 << 10  # copies below it (30 us) are done in the event loop
 
 
@@ -62,7 +64,17 @@ class Pause:
     seconds: float
 
 
-Step: TypeAlias = Call | Send | Work | Pause
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Wait until the bell rang more often than so many times, for this session, or the time is over."""
+
+    bell: Bell
+    rings: int
+    session: int
+    seconds: float
+
+
+Step: TypeAlias = Call | Send | Work | Pause | Listen
 Operation: TypeAlias = Generator[Step, Any, T]
 
 
@@ -98,6 +110,8 @@ def run(operation: Operation[T], caller: Caller) -> T:
                 result = step.function()
             elif isinstance(step, Send):
                 caller.send(step)
+            elif isinstance(step, Listen):
+                step.bell.wait(step.rings, step.session, step.seconds)
             else:
                 time.sleep(step.seconds)
         except BaseException as raised:  # noqa: BLE001 - all of it is the operation's to handle, cancellation too
@@ -145,14 +159,23 @@ async def _ended(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
     return cancelled
 
 
-async def _step(step: Send | Work | Pause, caller: AsyncCaller) -> Any:
+async def _step(step: Send | Work | Pause | Listen, caller: AsyncCaller) -> Any:
     if isinstance(step, Send):
         return await caller.send(step)
     if isinstance(step, Pause):
         return await asyncio.sleep(step.seconds)
+    if isinstance(step, Listen):
+        return await _listen(step)
     if step.size_bytes <= INLINE_BYTES_MAX:
         return step.function()
     work = asyncio.get_running_loop().run_in_executor(None, step.function)
     if (cancelled := await _ended(work)) is not None:  # the thread was using the caller's memory until now
         raise cancelled
     return work.result()
+
+
+async def _listen(step: Listen) -> None:
+    until, pause = time.monotonic() + step.seconds, LOOK_SECONDS[0]
+    while step.bell.rings == step.rings and (left := until - time.monotonic()) > 0:
+        await asyncio.sleep(min(pause, left))
+        pause = min(1.5 * pause, LOOK_SECONDS[1])

@@ -281,6 +281,10 @@ class Pool:
             return None
         return self.spares.give(now, session, account.object_bytes, count)
 
+    def commit_some(self, now: float, session: int, number: int, chosen: Mask, sums: U64) -> bool:
+        """Show these of a reservation's items, which are filled, while others are still being filled. False: nothing was done."""
+        return self.writes.finish_some(now, session, number, chosen, sums)
+
     def settle(self) -> None:
         """The other half of the last `begin_...`: before anything else is asked of the pool."""
         self.puts.settle()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from umbp.core.objects import ORPHAN, RESERVED, Account, Objects, Parents
+from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Objects, Parents
 from umbp.types import I64, U8, U64, Mask, WriteStatus
 
 RESERVATIONS_PER_SESSION_MAX = 256
@@ -164,6 +164,29 @@ class Writes:
         """Account for what `show` has shown."""
         self._drop(made)
         self.objects.publish(now, made.ids, made.parents, made.fingerprints)
+
+    def finish_some(self, now: float, session: int, number: int, chosen: Mask, sums: U64) -> bool:
+        """Commit these of a reservation's items, all filled; it goes on with the others. False: nothing was done; see `finish` for why."""
+        made = self.open.get(number)
+        if made is None or made.session != session or made.expired or made.account.number != made.namespace:
+            return False
+        if not made.entered[chosen].all():
+            return False
+        ids, table = made.ids[chosen], self.objects.table
+        table.publish(ids, sums)
+        self.objects.publish(now, ids, made.parents.only(chosen), made.fingerprints[chosen])
+        if chosen.all():
+            self._drop(made)
+            return True
+        self.in_flight[made.namespace].difference_update(key for key, done in zip(made.keys, chosen.tolist(), strict=True) if done)
+        left = ~chosen
+        parents = made.parents.only(left)
+        # Pages of this batch until now: from here on they may be evicted and their ids given to others.
+        shown = (parents.ids >= 0) & (parents.versions == 0) & (self.objects.state[parents.ids] == LIVE)
+        made.parents = Parents(parents.ids, np.where(shown, table.versions_of(np.where(shown, parents.ids, 0)), parents.versions))
+        made.keys = [key for key, more in zip(made.keys, left.tolist(), strict=True) if more]
+        made.ids, made.fingerprints, made.entered = made.ids[left], made.fingerprints[left], made.entered[left]
+        return True
 
     def adopt(self, now: float, session: int, account: Account, ids: I64) -> None:
         """Orphans that a session of a former boot left: they end with it."""

@@ -7,9 +7,11 @@ it, and reads each offer in parts, in order, so that the first pages are there e
 
     offers -> cheapest -> (a part: reserve -> read -> compare checksums -> commit -> land) ... -> what failed: once more, elsewhere
 
-A reservation is the pool's own (session 0) and is committed or given back when its read has ended, whatever happened; nothing is visible
+A source that knows of pages to be right before the read has ended says so, and these are committed and land at once. A reservation is the
+pool's own (session 0), and what is left of it is committed or given back when its read has ended, whatever happened; nothing is visible
 before it is whole. Of what landed each ticket gets a lease until its client ends the ticket, so that no page goes between its arrival and
-its use. A page that somebody stored meanwhile counts; one that a client is writing at the moment is waited for.
+its use; and its client is woken by the segment's bell. A page that somebody stored meanwhile counts; one that a client is writing at the
+moment is waited for.
 
 Nothing waits behind a slow place (`umbp.pool.places`): it has two reads under way at most and holds only their memory, each read has a time
 limit, and a place that failed is not asked by anybody for a while.
@@ -24,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
@@ -34,10 +37,12 @@ from umbp.core.fetches import Batch, Fetches, Ticket
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.errors import LimitReached, UmbpError
-from umbp.pool.parts import Part, Room, SourceCounts, names, runs
+from umbp.pool.parts import Part, SourceCounts, names
 from umbp.pool.places import READS_PER_PLACE, Places
+from umbp.pool.rooms import Rooms
 from umbp.pool.sources import Offer, Ranged, Source, Space, Taken
 from umbp.pool.staged import Staged, checked_stages
+from umbp.store.bell import Bell
 from umbp.store.checksums import checksums
 from umbp.store.index import hashes, key_words
 from umbp.transport.base import Lingering
@@ -46,16 +51,16 @@ from umbp.types import I64, NOWHERE, U8, U64, Mask, ReadStatus, Tier, WriteStatu
 log = logging.getLogger("umbp.pool.fetching")
 BATCHES_MAX = 64
 READS_MAX = 16  # at a time, over all places
-PART_BYTES_MIN = 4 << 20  # what is less than this is not parted so that both reads of a place have something to do: 1.5 ms of a link
+PART_BYTES_MIN = 16 << 20  # what is less is not parted so that both reads of a place have something to do: a part costs 2 ms of processors
+AT_ONCE = READS_PER_PLACE if len(os.sched_getaffinity(0)) > 2 else 1  # reads of one offer: two processors are busy with one
 PART_SHARE = 32  # a part takes at most one in this many bytes of the pool
 ATTEMPTS = 2
-READ_SECONDS_MAX = 2.0  # a part is 16 MiB or less: what takes longer is of no use to a prefill
+READ_SECONDS_MAX = 2.0  # what takes longer is of no use to a prefill
 FIRST_SHARE = 0.6  # of the time that is left, for the first attempt
-SUSPECT_FROM_SECONDS = 0.2  # who was given less time than this is not to blame for being late
+SUSPECT_FROM_SECONDS = 0.2  # who was given less time than this, or has brought some of it, is not to blame for being late
 OFFERS_SECONDS_MAX = 0.25  # nobody's pages wait longer than this for a source that does not say what it has
 LOCATE_SECONDS_MAX = 0.1
 WRITER_SECONDS = (0.001, 0.02)  # between two looks whether another writer is done: first, longest
-SESSION = 0  # the pool's own
 PEERS = -1  # of all peers' orders together
 
 
@@ -63,10 +68,19 @@ class Fetching:
     """All fetches of one pool process."""
 
     def __init__(
-        self, pool: Pool, data: U8, now: Callable[[], float], wake: Callable[[], None], sources: Sequence[Source], policy: str = "copy"
+        self,
+        pool: Pool,
+        data: U8,
+        bell: Bell,
+        now: Callable[[], float],
+        wake: Callable[[], None],
+        sources: Sequence[Source],
+        policy: str = "copy",
     ) -> None:
+        """``bell``: the segment's; rung for clients whose pages have come, or are not coming."""
         self.pool = pool
         self.data = data
+        self.bell = bell
         self.now = now
         self.wake = wake
         self.sources = list(sources)
@@ -231,7 +245,7 @@ class Fetching:
             if attempt == 0:
                 codes[left[nobody]] = ReadStatus.MISS
             self.land(batch, left[nobody], codes)
-            failed = await asyncio.gather(*(self._take(batch, space, keys, part, share, codes) for part in parts))
+            failed = await asyncio.gather(*(self._take(batch, space, part, share, codes) for part in parts))
             excluded |= {part.offer.place for part, which in zip(parts, failed, strict=True) if len(which)}
             left = np.sort(np.concatenate([np.empty(0, np.int64), *failed]))
             if not len(left):
@@ -268,7 +282,7 @@ class Fetching:
                 staged = self.staged.pages_max(len(mine), space)
                 parts += [Part(source, offer, left[mine[:staged]], staged=True)] if staged else []
                 mine = mine[staged:]
-            half = max(PART_BYTES_MIN, -(-len(mine) * space.object_bytes // READS_PER_PLACE))
+            half = max(PART_BYTES_MIN, -(-len(mine) * space.object_bytes // AT_ONCE))
             step = max(1, min(source.read_bytes_max, room, half) // space.object_bytes)
             parts += [Part(source, offer, left[mine[start : start + step]]) for start in range(0, len(mine), step)]
         parts.sort(key=lambda part: int(part.which[0]))
@@ -276,10 +290,10 @@ class Fetching:
 
     # -- a part ------------------------------------------------------------------------------------------------------------------------
 
-    async def _take(self, batch: Batch, space: Space, keys: U8, part: Part, share: float, codes: U8) -> I64:
+    async def _take(self, batch: Batch, space: Space, part: Part, share: float, codes: U8) -> I64:
         """Read one part; what is there lands. The pages (indices of the batch) that failed and may be elsewhere."""
         if part.staged:
-            return await self.staged.take(batch, space, keys, part, codes)
+            return await self.staged.take(batch, space, part, codes)
         place = self.places.of(part.offer.place)
         async with place.turns, self.reads:
             now = self.now()
@@ -290,83 +304,66 @@ class Fetching:
                 codes[part.which] = ReadStatus.BUSY
                 self.land(batch, part.which, codes)
                 return part.which[:0]
-            waiting, failed = await self._reserve_and_read(batch, space, keys, part, deadline, codes)
+            waiting, failed = await self._reserve_and_read(batch, space, part, deadline, codes)
         # Without a turn, as it may take long: pages that a client is writing itself.
         return np.concatenate([failed, await self.await_writers(batch, waiting, codes)])
 
-    async def _reserve_and_read(self, batch: Batch, space: Space, keys: U8, part: Part, deadline: float, codes: U8) -> tuple[I64, I64]:
+    async def _reserve_and_read(self, batch: Batch, space: Space, part: Part, deadline: float, codes: U8) -> tuple[I64, I64]:
         """Which pages another writer has under way, and which failed."""
-        waiting, rooms = self.reserve(batch, space, keys, part, deadline, codes)
-        if not rooms:
+        waiting, rooms = self.reserve(batch, space, part, deadline, codes)
+        if not len(rooms.which):
             return waiting, part.which[:0]
-        mine = np.concatenate([room.which for room in rooms])
-        done = await self._read(batch, space, part, keys, mine, rooms, deadline, codes)
-        return waiting, mine[~done]
+        done = await self._read(batch, space, part, rooms, deadline, codes)
+        return waiting, rooms.which[~done]
 
-    def reserve(self, batch: Batch, space: Space, keys: U8, part: Part, deadline: float, codes: U8) -> tuple[I64, list[Room]]:
+    def reserve(self, batch: Batch, space: Space, part: Part, deadline: float, codes: U8) -> tuple[I64, Rooms]:
         """Room for the pages of a part; which of them another writer has under way. What is there by now, or has no room, lands."""
-        waiting, rooms = [part.which[:0]], []
+        rooms = Rooms(self.pool, self.now, self.wake)
         try:
-            for which in runs(batch, part.which):
-                now = self.now()
-                before, seconds = batch.pages[which[0]].before, deadline - now + 1.0
-                made = self.pool.reserve(now, SESSION, space.row, keys[which], before, seconds, number=space.number, admit=False)
-                if len(made.ids):
-                    rooms.append(Room(made.number, which[made.mine], made.ids, made.offsets))
-                there, refused = which[made.status == WriteStatus.EXISTS], which[made.status >= WriteStatus.ALL_LEASED]
-                waiting.append(which[(made.status == WriteStatus.PENDING) & ~made.mine])
-                self.counts[part.source.name].refused += len(refused)
-                codes[there], codes[refused] = ReadStatus.HIT, ReadStatus.BUSY
-                self.land(batch, np.concatenate([there, refused]), codes)
+            status, mine = rooms.reserve(space.row, space.number, batch, part.which, deadline - self.now() + 1.0)
+            there, refused = part.which[status == WriteStatus.EXISTS], part.which[status >= WriteStatus.ALL_LEASED]
+            self.counts[part.source.name].refused += len(refused)
+            codes[there], codes[refused] = ReadStatus.HIT, ReadStatus.BUSY
+            self.land(batch, np.concatenate([there, refused]), codes)
         except BaseException:  # nobody else gives back what the pool itself has reserved
-            for room in rooms:
-                self.pool.commit(self.now(), SESSION, room.number, np.zeros(len(room.ids), bool), None)
+            rooms.give_back()
             raise
-        return np.concatenate(waiting), rooms
+        return part.which[(status == WriteStatus.PENDING) & ~mine], rooms
 
-    async def _read(
-        self, batch: Batch, space: Space, part: Part, keys: U8, which: I64, rooms: list[Room], deadline: float, codes: U8
-    ) -> Mask:
-        """Fill these reservations and end them; which pages are stored, (len(which),) bool."""
-        counts, good, sums = self.counts[part.source.name], np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
-        offsets = np.concatenate([room.offsets for room in rooms])
+    async def _read(self, batch: Batch, space: Space, part: Part, rooms: Rooms, deadline: float, codes: U8) -> Mask:
+        """Fill these reservations and end them; which pages are stored, (len(rooms.which),) bool."""
+        which, counts = rooms.which, self.counts[part.source.name]
+        good, sums = np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
+        landed = np.zeros(len(which), bool)
+
+        def store(places: I64, made: U64) -> None:
+            shown = rooms.store(places, made)
+            landed[shown] = True
+            codes[which[shown]] = ReadStatus.HIT
+            self.land(batch, which[shown], codes, ours=rooms.ids[shown])
+
         began, lingers = self.now(), None
         try:
             async with asyncio.timeout(deadline - began + 0.5):  # a source bounds itself; this is for one that does not
-                taken = await part.source.read(space, part.offer, keys[which], self.data, offsets, deadline)
-            good, sums = await self._whole(taken, offsets, space.object_bytes)
+                taken = await part.source.read(space, part.offer, batch.keys[which], self.data, rooms.offsets, deadline, store)
+            good, sums = await self._whole(taken, rooms.offsets, space.object_bytes)
             codes[which[taken.status == ReadStatus.MISS]] = ReadStatus.MISS
         except (UmbpError, OSError, TimeoutError) as error:
             lingers = error.settled if isinstance(error, Lingering) else None
-            if lingers or not isinstance(error, TimeoutError) or deadline - began >= SUSPECT_FROM_SECONDS:
+            late = isinstance(error, TimeoutError) and (landed.any() or deadline - began < SUSPECT_FROM_SECONDS)
+            if lingers or not late:
                 self.places.suspect(part.offer.place, error, lingers)
         finally:
-            stored = np.zeros(len(which), bool)
-            at = 0
-            for room in rooms:
-                piece = slice(at, at + len(room.ids))
-                stored[piece] = self.end_reservation(room.number, good[piece], sums[piece], lingers)
-                at += len(room.ids)
+            stored = rooms.end(good, sums, lingers)
         counts.pages += int(np.count_nonzero(stored))
         counts.size_bytes += int(np.count_nonzero(stored)) * space.object_bytes
-        counts.missed += int(np.count_nonzero(codes[which[~good]] == ReadStatus.MISS))
-        counts.failed += int(np.count_nonzero(codes[which[~good]] != ReadStatus.MISS))
+        missed = ~stored & (codes[which] == ReadStatus.MISS)
+        counts.missed += int(np.count_nonzero(missed))
+        counts.failed += int(np.count_nonzero(~stored & ~missed))
         codes[which[stored]] = ReadStatus.HIT
-        self.land(batch, which[stored], codes, ours=np.concatenate([room.ids for room in rooms])[stored])
+        rest = stored & ~landed
+        self.land(batch, which[rest], codes, ours=rooms.ids[rest])
         return stored
-
-    def end_reservation(self, number: int, good: Mask, sums: U64, lingers: asyncio.Future[None] | None) -> Mask:
-        """Which pages are stored. What may still be written to is kept until it cannot be any more, and then given back."""
-
-        def end(_: object) -> Mask:
-            stored: Mask = self.pool.commit(self.now(), SESSION, number, good, sums) == WriteStatus.STORED
-            self.wake()
-            return stored
-
-        if lingers is None:
-            return end(None)
-        lingers.add_done_callback(end)
-        return np.zeros(len(good), bool)
 
     async def _whole(self, taken: Taken, offsets: I64, size: int) -> tuple[Mask, U64]:
         """Which pages match their checksums, and the sums; bytes that no source vouches for are believed."""
@@ -417,11 +414,16 @@ class Fetching:
             return
         now = self.now()
         waited = self.fetches.land(now, batch, which.tolist(), codes[which])
+        self._keep(now, batch, which, codes, waited, ours)
         for ticket in waited:
             if ticket.over and ticket.number in self._over:
                 self._over[ticket.number].set()
+        self.bell.ring((ticket.session for ticket in waited if ticket.session > 0), lacking=bool((codes[which] != ReadStatus.HIT).any()))
         if self.fetches.queued:
             self._more.set()  # what was not to be had near by is queued again
+
+    def _keep(self, now: float, batch: Batch, which: I64, codes: U8, waited: dict[Ticket, list[int]], ours: I64 | None) -> None:
+        """Protect what has come for those who waited for it."""
         account = self._account_or_none(batch)
         if account is None or (ours is None and not (codes[which] == ReadStatus.HIT).any()):
             return

@@ -260,7 +260,7 @@ class PoolServer:
             self.sources.insert(0, SsdSource(self.ssd))
             self.cluster.more_tiers.append(self.ssd.capacity)
             self.cluster.reporter.keeps.append(self.ssd.keys)
-        self.fetching = Fetching(self.pool, self.segment.data.array, self.now, self.wake, self.sources, config.fetch)
+        self.fetching = Fetching(self.pool, self.segment.data.array, self.segment.bell(), self.now, self.wake, self.sources, config.fetch)
         self.cluster.copies_by(self.fetching)
         self.shelf = PoolShelf(self.name, self.pool, self.segment, self.make_sums, self.fetching.bring)
         windows = {"nixl": self.agent} if self.agent else {}

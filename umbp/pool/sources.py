@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from umbp.core.stages import Ranges
+from umbp.transport.base import Came
 from umbp.types import I64, U8, U64, Tier
 
 
@@ -83,8 +84,10 @@ class Source(Protocol):
         """
         ...
 
-    async def read(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64, deadline: float) -> Taken:
+    async def read(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64, deadline: float, came: Came) -> Taken:
         """Read ``keys`` (m, 32), a part of the offer, to ``data[offset : offset + object_bytes]`` each.
+
+        ``came`` may be called meanwhile for pages that are done with: see `umbp.transport.base.Transport.read`.
 
         Returns or raises only when it writes there no more. What is not there by the deadline is FAILED.
         """

@@ -16,6 +16,7 @@ from umbp.pool.ssd import SsdSide
 from umbp.store.index import place_word
 from umbp.store.ssd_pieces import PieceReader
 from umbp.store.ssd_reads import takes_direct
+from umbp.transport.base import Came
 from umbp.types import I64, U8, ReadStatus, Tier
 
 READ_BYTES_MAX = 16 << 20  # four threads, each a run of 4 MiB: the disk's bandwidth, and the first pages within some 10 ms
@@ -56,7 +57,7 @@ class SsdSource:
                 offers.append(Offer(name, Tier.SSD, which, len(which) * space.object_bytes / self._rates.get(name, RATE_FIRST)))
         return offers
 
-    async def read(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64, deadline: float) -> Taken:
+    async def read(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64, deadline: float, came: Came) -> Taken:
         """See `umbp.pool.sources.Source`."""
         tier, size = self.side.tier, space.object_bytes
         place = place_word(space.number, size)

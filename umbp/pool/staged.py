@@ -1,10 +1,11 @@
 """Reading a load's pages from a disk stage by stage, so that its first layers are there long before its last.
 
 Theory of operation. All pages of a part are reserved at once, and read in the load's order: the first stage of all of them, then the next
-(`umbp.core.stages`). After each read the reserved entries say in shared memory which chunks are there (`umbp.store.index`); who waits
-copies them from the reserved memory, before the page is visible to anybody. When the last chunk of a page is there it is committed like any
-fetched page. What a reader copied early counts only if it then sees that very reservation committed: so a page that fails late, is removed
-meanwhile, or whose pool dies is a miss for that page, whatever of it was copied, and no index ever lists a page that is not whole.
+(`umbp.core.stages`). After each read the reserved entries say in shared memory which chunks are there (`umbp.store.index`), and the bell
+rings; who waits copies them from the reserved memory, before the page is visible to anybody. When the last chunk of a page is there it is
+committed like any fetched page. What a reader copied early counts only if it then sees that very reservation committed: so a page that
+fails late, is removed meanwhile, or whose pool dies is a miss for that page, whatever of it was copied, and no index ever lists a page that
+is not whole.
 
     reserve all -> (stage: read, verify, mark) ... -> commit what is whole, give back the rest
 
@@ -31,7 +32,8 @@ import numpy as np
 from umbp.core.fetches import Batch
 from umbp.core.stages import Ranges, Step, steps
 from umbp.errors import InvalidRequest, UmbpError
-from umbp.pool.parts import Part, Room
+from umbp.pool.parts import Part
+from umbp.pool.rooms import Rooms
 from umbp.pool.sources import Ranged, Reading, Space
 from umbp.types import I64, U8, Mask, ReadStatus
 
@@ -68,7 +70,7 @@ class Staged:
         room = self.fetching.pool.objects.allocator.capacity_bytes // SHARE - self.reserved_bytes
         return 0 if self.parts >= PARTS_MAX else max(0, min(wanted, room // space.object_bytes))
 
-    async def take(self, batch: Batch, space: Space, keys: U8, part: Part, codes: U8) -> I64:
+    async def take(self, batch: Batch, space: Space, part: Part, codes: U8) -> I64:
         """Read one part; all of its pages land."""
         size = len(part.which) * space.object_bytes
         if self.fetching.now() >= batch.deadline:
@@ -78,24 +80,23 @@ class Staged:
         self.parts += 1
         self.reserved_bytes += size
         try:
-            waiting, rooms = self.fetching.reserve(batch, space, keys, part, batch.deadline, codes)
-            if rooms:
-                await self._fill(batch, space, keys, part, rooms, codes)
+            waiting, rooms = self.fetching.reserve(batch, space, part, batch.deadline, codes)
+            if len(rooms.which):
+                await self._fill(batch, space, part, rooms, codes)
         finally:
             self.parts -= 1
             self.reserved_bytes -= size
         return await self.fetching.await_writers(batch, waiting, codes)
 
-    async def _fill(self, batch: Batch, space: Space, keys: U8, part: Part, rooms: list[Room], codes: U8) -> None:
+    async def _fill(self, batch: Batch, space: Space, part: Part, rooms: Rooms, codes: U8) -> None:
         """Read into these reservations and end them."""
         fetching, source = self.fetching, part.source
         assert isinstance(source, Ranged)
-        which, ids = (np.concatenate([getattr(room, name) for room in rooms]) for name in ("which", "ids"))
-        offsets = np.concatenate([room.offsets for room in rooms])
+        which, ids = rooms.which, rooms.ids
         good, sums = np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
         reading: Reading | None = None
         try:
-            reading = await source.begin(space, part.offer, keys[which], fetching.data, offsets)
+            reading = await source.begin(space, part.offer, batch.keys[which], fetching.data, rooms.offsets)
             if await self._stages(batch, part, reading, steps(batch.stages, space.object_bytes), which, ids, codes):
                 taken = reading.end()
                 good, sums = taken.status == ReadStatus.HIT, taken.sums
@@ -105,11 +106,7 @@ class Staged:
         finally:
             if reading is not None:
                 reading.close()
-            stored, at = np.zeros(len(which), bool), 0
-            for room in rooms:
-                piece = slice(at, at + len(room.ids))
-                stored[piece] = fetching.end_reservation(room.number, good[piece], sums[piece], None)
-                at += len(room.ids)
+            stored = rooms.end(good, sums, None)
         self._count(part, space, which, stored, codes)
         codes[which[stored]] = ReadStatus.HIT
         fetching.land(batch, which[stored], codes, ours=ids[stored])
@@ -124,7 +121,7 @@ class Staged:
             count = max(1, part.source.read_bytes_max // each)
             left = np.flatnonzero(alive)
             chunks = [left[start : start + count] for start in range(0, len(left), count)]
-            reads = (self._read(batch, part, reading, step, chunk, ids) for chunk in chunks)
+            reads = (self._read(batch, part, reading, step, chunk, which, ids) for chunk in chunks)
             done = await asyncio.gather(*reads, return_exceptions=True)  # all of them: the memory goes when this is over
             for chunk, status in zip(chunks, done, strict=True):
                 if isinstance(status, BaseException):
@@ -138,7 +135,7 @@ class Staged:
                 self.fetching.land(batch, which[bad], codes)
         return True
 
-    async def _read(self, batch: Batch, part: Part, reading: Reading, step: Step, chunk: I64, ids: I64) -> U8 | None:
+    async def _read(self, batch: Batch, part: Part, reading: Reading, step: Step, chunk: I64, which: I64, ids: I64) -> U8 | None:
         """One read of one stage, when it is its turn; None if nobody waits any more."""
         fetching = self.fetching
         async with fetching.places.of(part.offer.place).turns, fetching.reads:
@@ -146,6 +143,7 @@ class Staged:
                 return None
             status = await reading.read(chunk, step.spans)
             fetching.pool.table.fill(ids[chunk[status == ReadStatus.HIT]], step.chunks)
+            fetching.bell.ring({ticket.session for at in which[chunk].tolist() for ticket, _ in batch.pages[at].waiters}, lacking=False)
             return status
 
     def _count(self, part: Part, space: Space, which: I64, stored: Mask, codes: U8) -> None:

@@ -35,6 +35,7 @@ from pathlib import Path
 import numpy as np
 
 from umbp.errors import Conflict, OutOfMemory, SegmentError
+from umbp.store.bell import WORDS, Bell
 from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, IndexReader, IndexWriter, buckets_for
 from umbp.store.memory import HUGE_BYTES, Mapping
 from umbp.types import U64
@@ -50,6 +51,7 @@ SESSION_WORDS = 8
 
 # Header words.
 H_MAGIC, H_FORMAT, H_BOOT, H_MOVES, H_STATE, H_SEED, H_VERSIONS, H_NUMBERS, H_SESSIONS, H_TEXT_BYTES, H_TEXT_CRC, H_ROUNDS = range(12)
+H_BELL = 12  # and one more: see `umbp.store.bell`; in a segment of an older version they are 0
 BUILDING, SERVING, STOPPED = 1, 2, 3
 
 
@@ -224,6 +226,10 @@ class Segment:
         """The index, to write: the pool process only."""
         moves, counter = self.words[H_MOVES : H_MOVES + 1], self.words[H_VERSIONS : H_VERSIONS + 1]
         return IndexWriter(self.buckets, self.entries, moves, int(self.words[H_SEED]), counter)
+
+    def bell(self) -> Bell:
+        """What rings when pages have come that clients wait for."""
+        return Bell(self.words[H_BELL : H_BELL + WORDS])
 
     def close(self) -> None:
         """Unmap; views handed out keep their part alive."""

@@ -19,6 +19,7 @@ Bounded: pages and bytes of an order, seconds of a grant, orders served at a tim
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Annotated, Protocol, TypeAlias
@@ -121,6 +122,10 @@ class Moved:
     size_bytes: int
 
 
+Came: TypeAlias = Callable[[I64, U64], None]
+"""(which of the pages of a read, ascending; their checksums): they are whole, and right, while others are still on their way."""
+
+
 class Transport(Protocol):
     """Reads pages of peers."""
 
@@ -129,8 +134,11 @@ class Transport(Protocol):
         """As in a node's addresses."""
         ...
 
-    async def read(self, peer: Peer, namespace: str, size: int, keys: U8, data: U8, offsets: I64, deadline: float) -> Moved:
+    async def read(self, peer: Peer, namespace: str, size: int, keys: U8, data: U8, offsets: I64, deadline: float, came: Came) -> Moved:
         """Read ``keys`` (m, 32) to ``data[offset : offset + size]`` each, by ``deadline`` (`time.monotonic`).
+
+        ``came`` may be called meanwhile, in the event loop, for pages that match the checksum that the peer gave with them: these are
+        done with whatever becomes of the rest, and nothing is written to them any more.
 
         OSError, TimeoutError or what the peer refused with (an `umbp.errors.UmbpError`) where nothing counts. It ends, cancelled too, only
         when nothing is written to ``data`` any more; or with `Lingering`, which says when that will be.
