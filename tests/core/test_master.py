@@ -115,6 +115,24 @@ def test_the_keys_of_a_dead_node_are_gone_at_once_and_come_back_with_it() -> Non
     cluster.master.check()
 
 
+def test_nodes_that_died_and_come_back_do_not_hide_one_another() -> None:
+    """Their holders' numbers are free again when they come back, and the first one is given what was the second one's."""
+    cluster = Cluster("a", "b", "c")
+    for name in "ab":
+        cluster[name].put(1).tell()
+        cluster.master.leave(cluster.now, name, cluster[name].registration)
+    for _ in range(4):  # until both numbers are free
+        cluster.now += 0.1
+        cluster.master.tick(cluster.now)
+    for name in "ab":
+        cluster[name].join().resync()
+        cluster[name].put(2).tell()
+    assert cluster.located([1, 2]) == [2, 2]
+    assert cluster.plan([1, 2], "c", exclude=frozenset({"b"})).pages == 2
+    assert cluster.plan([1, 2], "c", exclude=frozenset({"a"})).pages == 2
+    cluster.master.check()
+
+
 def test_a_node_that_restarts_faster_than_a_heartbeat_leaves_nothing_of_its_old_life() -> None:
     cluster = Cluster("a")
     cluster["a"].put(1, 2).tell()

@@ -176,7 +176,7 @@ class Membership:
         """A process becomes a member (`can_join` was asked); the record, and the one that it takes the place of."""
         before = self.members.pop(node, None)
         if before is not None:
-            self.by_holder.pop(before.holder, None)
+            self._release(before)
         elif len(self.members) >= NODES_MAX:
             self._forget(min((m for m in self.members.values() if m.state == DEAD), key=lambda m: m.last_seen))
         self._registrations = max(self._registrations + 1, registration)
@@ -253,6 +253,7 @@ class Membership:
         assert len(self.members) <= NODES_MAX
         assert {id(member) for member in self.by_holder.values()} <= {id(member) for member in self.members.values()}
         assert all(member.holder == holder for holder, member in self.by_holder.items())
+        assert all(self.by_holder.get(member.holder) is member for member in self.members.values() if member.state != DEAD)
         assert len({member.registration for member in self.members.values()}) == len(self.members)
 
     # -- inside ------------------------------------------------------------------------------------------------------------------------
@@ -270,4 +271,9 @@ class Membership:
 
     def _forget(self, member: Member) -> None:
         del self.members[member.node]
-        self.by_holder.pop(member.holder, None)
+        self._release(member)
+
+    def _release(self, member: Member) -> None:
+        """The holder is not this member's any more; the number of one that is long dead may be another's by now."""
+        if self.by_holder.get(member.holder) is member:
+            del self.by_holder[member.holder]
