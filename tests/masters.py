@@ -20,8 +20,9 @@ from typing import Any
 
 from tests.pools import PoolProcess
 
-HEARTBEAT = 0.25
-TIMING = ("--heartbeat", f"{HEARTBEAT}s", "--suspect-after", "1.2s", "--dead-after", "2.4s")
+HEARTBEAT = 0.2
+DEAD_AFTER = 1.8
+TIMING = ("--heartbeat", f"{HEARTBEAT}s", "--suspect-after", "0.9s", "--dead-after", f"{DEAD_AFTER}s")
 UNTIL_SECONDS_MAX = 20.0
 
 

@@ -1,4 +1,4 @@
-"""What a master does with changes that others have entered in the shared log, and with the table of members (`umbp.master.store`)."""
+"""What a master does with changes that others have entered in the shared log, and with the table of members (`umbp.master.shared`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from umbp.core.membership import DEAD
 from umbp.errors import NotFound, UmbpError, Unavailable
 from umbp.master import protocol as say
 from umbp.master.service import MasterService, decode_external
-from umbp.master.store import ACTIVE_SECONDS, RECONCILE_SECONDS, Entry, MemberRecord, SharedLog
+from umbp.master.shared import ACTIVE_SECONDS, RECONCILE_SECONDS, Entry, MemberRecord, SharedLog
 from umbp.types import Tier
 
 log = logging.getLogger("umbp.master.following")

@@ -1,4 +1,4 @@
-"""Advice for nodes that speak to another master than the active one, which alone advises (`umbp.master.store`).
+"""Advice for nodes that speak to another master than the active one, which alone advises (`umbp.master.shared`).
 
 The active master enters what it has for a node that does not beat here into the log; the one that the node does beat at hands it on with
 the next heartbeat. What a node answers is in its heartbeats, which all masters hear. An advice says for how many seconds it is good: the

@@ -22,7 +22,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy.ma  # noqa: F401 - `np.unique` imports it at its first call
 from aiohttp import web
@@ -33,15 +33,17 @@ from umbp.admin.openapi import release
 from umbp.core.master import Master
 from umbp.core.membership import Timing
 from umbp.master.config import MasterConfig
-from umbp.master.following import Follower
 from umbp.master.probe import Prober
 from umbp.master.quick import QuickDoor
 from umbp.master.readings import readings
 from umbp.master.rest import cluster_endpoints, event_stream, master_endpoints, member_endpoints, member_routes
 from umbp.master.service import MasterService
-from umbp.master.store import SharedLog
 from umbp.metrics import CONTENT_TYPE, Metrics
 from umbp.policies.base import CLUSTER_KINDS, find
+
+if TYPE_CHECKING:
+    from umbp.master.following import Follower
+    from umbp.master.shared import SharedLog
 
 log = logging.getLogger("umbp.master")
 STOP_SECONDS_MAX = 3.0
@@ -84,8 +86,16 @@ class MasterServer:
             policies=policies,
             advice_bytes_per_second=config.advice_bandwidth,
         )
-        self._shared = SharedLog(config.store, lambda: self.url) if config.store != "embedded" else None
+        self._shared: SharedLog | None = None
+        self._follower: Follower | None = None
+        if config.store != "embedded":
+            from umbp.master.following import Follower  # the client of Redis costs every process that has no use for it 0.1 s
+            from umbp.master.shared import SharedLog
+
+            self._shared = SharedLog(config.store, lambda: self.url)
         self.master = MasterService(core, probe=self._prober, masters=self._masters, store=self._shared)
+        if self._shared is not None:
+            self._follower = Follower(self.master, self._shared)
         self.metrics = Metrics(lambda: readings(core))
         self._doors: set[QuickDoor] = set()
         self._stop = asyncio.Event()
@@ -131,8 +141,8 @@ class MasterServer:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(self.master.run())]
-                if self._shared is not None:
-                    running.append(tasks.create_task(Follower(self.master, self._shared).run()))
+                if self._follower is not None:
+                    running.append(tasks.create_task(self._follower.run()))
                 await self._stop.wait()
                 self.state = "stopping"
                 for task in running:

@@ -1,4 +1,4 @@
-"""What several masters share: a log of every change, in Redis or Valkey, that each of them applies; or nothing, for one master alone.
+"""What several masters share: a log of every change, in Redis or Valkey, that each of them applies.
 
 Theory of operation
 -------------------
@@ -33,13 +33,13 @@ import secrets
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from umbp.errors import ConfigError, Unavailable
 
-log = logging.getLogger("umbp.master.store")
+log = logging.getLogger("umbp.master.shared")
 LOG_ENTRIES = 1024
 ACTIVE_SECONDS = 2.0
 RECONCILE_SECONDS = 5.0
@@ -68,65 +68,6 @@ class Entry:
     kind: str
     node: str
     payload: bytes
-
-
-class Store(Protocol):
-    """Where changes are entered before they are applied."""
-
-    @property
-    def active(self) -> bool:
-        """Whether this master declares nodes dead."""
-        ...
-
-    @property
-    def trouble(self) -> str:
-        """What is wrong with it now, or ""."""
-        ...
-
-    @property
-    def shared(self) -> bool:
-        """Whether other masters read it."""
-        ...
-
-    async def register(self, node: str, join: bytes) -> int:
-        """Enter a registration; its number, 0 where the master counts for itself. Unavailable if it cannot be entered."""
-        ...
-
-    async def enter(self, kind: str, node: str, payload: bytes) -> None:
-        """Enter a change. Unavailable if it cannot be."""
-        ...
-
-    async def gone(self, node: str, registration: int) -> None:
-        """Enter that a node is dead."""
-        ...
-
-    async def catch_up(self, seconds: float) -> None:
-        """Until all that was entered so far is applied, or the time is over."""
-        ...
-
-
-class Alone:
-    """No other masters: everything is in memory."""
-
-    active = True
-    trouble = ""
-    shared = False
-
-    def __repr__(self) -> str:
-        return "<Alone>"
-
-    async def register(self, node: str, join: bytes) -> int:
-        """The core counts."""
-        return 0
-
-    async def enter(self, kind: str, node: str, payload: bytes) -> None:
-        """Nobody else wants to know."""
-
-    async def gone(self, node: str, registration: int) -> None:
-        """Nobody else wants to know."""
-
-    async def catch_up(self, seconds: float) -> None:
-        """Nothing was entered."""
 
 
 class SharedLog:
