@@ -64,7 +64,7 @@ async def test_who_puts_batch_after_batch_has_the_memory_before_it_asks(space: A
     assert (out == values_of(range(100, 120), SIZE)).all()
 
 
-async def test_memory_ahead_is_used_for_what_is_new_only(space: Any, pool: Any) -> None:
+async def test_what_is_not_new_as_a_whole_is_answered_as_ever(space: Any, pool: Any, server: PoolProcess) -> None:
     before = pool.statistics().puts_ahead
     await put_series(space, [1, 101, 102], [103, 104, 105])
     (answer,) = await put_series(space, [106, 1, 106])  # 1 is stored

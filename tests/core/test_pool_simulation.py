@@ -19,8 +19,8 @@ class Model:
     def __init__(self) -> None:
         self.values: dict[tuple[int, int], int] = {}  # (row, key) -> version of the index when it was committed
         self.writes: dict[int, tuple[int, int, list[int], float]] = {}  # reservation -> session, row, keys, expires
-        self.spares: dict[int, tuple[int, int, int, float]] = {}  # reservation -> session, index of the size, pages, expires
-        self.used: dict[int, tuple[int, int, list[int], float, bool]] = {}  # as `writes`, of keys in a spare; whether it fits them
+        self.spares: dict[int, tuple[int, int, int, float, np.ndarray]] = {}  # session, index of size, pages, expires, offsets
+        self.used: dict[int, tuple[int, int, list[int], float, bool, np.ndarray]] = {}  # as `writes`; whether it fits, what is filled
         self.leases: dict[int, tuple[int, np.ndarray, np.ndarray, float]] = {}  # lease -> session, ids, versions, expires
 
 
@@ -53,6 +53,10 @@ class Run:
         for key, status in zip(keys, made.status.tolist(), strict=True):
             if status == WriteStatus.EXISTS:
                 assert (row, key) in self.model.values
+        for _, _, _, _, theirs in self.model.spares.values():
+            assert not np.isin(made.offsets, theirs).any(), "memory that its writer has and may be filling was given to another"
+        for _, _, _, _, _, theirs in self.model.used.values():
+            assert not np.isin(made.offsets, theirs).any(), "memory that is being filled was given to another"
         for offset in made.offsets.tolist():
             self.memory[offset : offset + SIZES[index]] = made.number % 251
         if mine:
@@ -81,25 +85,26 @@ class Run:
         if made is not None:
             assert len(made.ids) == count
             assert made.number not in self.model.spares
-            self.model.spares[made.number] = (session, index, count, made.expires)
+            self.model.spares[made.number] = (session, index, count, made.expires, self.pool.objects.offset[made.ids])
 
     def use(self) -> None:
         if not self.model.spares:
             return
         number = self.random.choice(list(self.model.spares))
-        session, index, count, expires = self.model.spares.pop(number)
+        session, index, count, expires, offsets = self.model.spares.pop(number)
         other = self.random.random() < 0.1
         row, keys = self.rows[(index + other) % 3], self.some_keys()[: count + self.random.choice((0, 0, 0, 1))]
         self.pool.use_spare(self.now, session, row, number, keys_of(*keys), b"", self.pool.namespaces[row].account.number)
-        fits = not other and len(keys) <= count and expires > self.now
-        self.model.used[number] = (session, row, keys, expires, fits)
+        fits = not self.pool.writes.open[number].blank
+        assert not fits or (not other and len(keys) <= count and expires > self.now and len(set(keys)) == len(keys))
+        self.model.used[number] = (session, row, keys, expires, fits, offsets[: len(keys)])
         self.spares_used += fits
 
     def commit_used(self) -> None:
         if not self.model.used:
             return
         number = self.random.choice(list(self.model.used))
-        session, row, keys, expires, fits = self.model.used.pop(number)
+        session, row, keys, expires, fits, _ = self.model.used.pop(number)
         filled = np.array([self.random.random() < 0.9 for _ in keys])
         status = self.pool.commit(self.now, session, number, filled, None)
         for key, full, code in zip(keys, filled.tolist(), status.tolist(), strict=True):
@@ -111,7 +116,7 @@ class Run:
                 self.model.values[row, key] = number
             else:
                 ends = (WriteStatus.EXPIRED,) if expires <= self.now else (WriteStatus.UNAVAILABLE, WriteStatus.FLUSHED)
-                assert code in (*ends, WriteStatus.EXISTS, WriteStatus.PENDING)
+                assert code in ends
 
     def lease(self) -> None:
         row, keys = self.random.choice(self.rows), self.some_keys()

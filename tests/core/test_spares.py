@@ -40,17 +40,21 @@ def test_the_next_is_ready_when_one_is_used_and_given_once() -> None:
     """)
 
 
-def test_what_is_stored_or_on_its_way_already_was_filled_for_nothing() -> None:
-    play(f"""{OPEN}
-        1> put a 1 -> stored
-        2> reserve a 2 as w -> pending
-        1> spare a 4 as s -> 4
-        1> use s a 1 2 3 3
-        states -> 6 reserved 1 live     # 2 of the other, 3 of this one, four for the next
-        1> commit s -> exists pending stored pending
-        2> commit w -> stored
-        stored a 1-3 -> yes yes yes
-    """)
+def test_memory_that_is_being_filled_for_nothing_is_nobodys_until_its_commit() -> None:
+    """Its writer fills all of its pages, also those that are stored, or on their way, or twice in the batch."""
+    for batch, answers in (("1 2", "exists stored"), ("2 3", "stored pending"), ("2 2", "stored pending")):
+        play(f"""{OPEN}
+            1> put a 1 -> stored
+            2> reserve a 3 as w -> pending
+            1> spare a 2 as s -> 2
+            1> use s a {batch}
+            states -> 3 reserved 1 live
+            2> put a 2 -> stored            # the key is free, the memory is not
+            2> remove a 2 -> yes
+            1> commit s -> expired expired
+            states -> 1 reserved 1 live
+            1> put a {batch} -> {answers}
+        """)
 
 
 def test_fewer_pages_than_there_is_memory_for_give_the_rest_back() -> None:

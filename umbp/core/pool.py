@@ -272,7 +272,7 @@ class Pool:
         account = state.account if state is not None else None
         if account is None or account.number != number:
             return
-        if self.puts.use_spare(now, session, account, spare, keys, parent):
+        if self.puts.use_spare(session, account, spare, keys, parent):
             self.spares.prepare(now, session, account.object_bytes, len(keys))
 
     def give_spare(self, now: float, session: int, account: Account, count: int) -> Reservation | None:

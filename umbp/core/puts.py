@@ -107,8 +107,12 @@ class Puts:
         self._rest = rest
         return reserved
 
-    def use_spare(self, now: float, session: int, account: Account, number: int, keys: U8, parent: bytes) -> bool:
-        """The client fills these keys into its spare memory; False if it cannot be used for them, and the commit will say so."""
+    def use_spare(self, session: int, account: Account, number: int, keys: U8, parent: bytes) -> bool:
+        """The client fills these keys into its spare memory; False if it cannot be used for them, and the commit will say so.
+
+        It is for batches that are new as a whole. Pages that are stored, or that others are writing, are being filled in all the same:
+        their memory could not be given to anyone before the commit.
+        """
         made = self.writes.open.get(number)
         if made is None or made.session != session or not made.blank or not made.given or made.expired:
             return False
@@ -117,16 +121,12 @@ class Puts:
         if not 0 < len(keys) <= len(made.ids):
             return False
         absent = self._absent(account, keys)
-        found, chosen = absent.found, np.flatnonzero(absent.mine)
-        if found.hit.any():
-            self.objects.acknowledged_at[found.ids[found.hit]] = now
-        words, names, prints = absent.only(chosen)
-        ids = made.ids[: len(keys)][chosen]
-        self.table.name_reserved(ids, words, absent.place)
-        parents = self._parents(account, found, chosen, ids, parent, absent.place)
-        self.writes.name(made, account, ids, names, parents, prints)
-        if len(chosen) < len(keys):
-            made.answer, made.mine = absent.status, absent.mine
+        if not absent.mine.all():
+            return False
+        ids = made.ids[: len(keys)]
+        self.table.name_reserved(ids, absent.words, absent.place)
+        parents = self._parents(account, absent.found, np.arange(len(keys)), ids, parent, absent.place)
+        self.writes.name(made, account, ids, absent.names, parents, absent.prints)
         return True
 
     def _absent(self, account: Account, keys: U8) -> Absent:
@@ -163,8 +163,6 @@ class Puts:
         if made is not None and made.session == session and made.blank:  # it was not used, or could not be
             self.writes.give_back(made)
             return np.full(len(filled), WriteStatus.EXPIRED.value, np.uint8)
-        if made is not None and made.answer is not None and made.mine is not None:
-            return self._commit_part(now, session, made, made.answer, made.mine, filled, sums)
         if made is not None and len(filled) != len(made.ids):
             raise InvalidRequest(f"{len(filled)} items, the reservation has {len(made.ids)}", field="filled")
         if made is not None and self.writes.show(session, number, filled, sums):
@@ -175,15 +173,6 @@ class Puts:
             self._count_refused(made.account, status)
             if sums is None:
                 self._stored(made.ids[status == WriteStatus.STORED.value])
-        return status
-
-    def _commit_part(self, now: float, session: int, made: Reservation, answer: U8, mine: Mask, filled: Mask, sums: U64 | None) -> U8:
-        """`begin_commit` of spare memory of whose keys some are stored or being written by others: their bytes were filled for nothing."""
-        if len(filled) != len(answer):
-            raise InvalidRequest(f"{len(filled)} items, the reservation has {len(answer)}", field="filled")
-        made.answer = None
-        status = answer.copy()
-        status[mine] = self.begin_commit(now, session, made.number, filled[mine], None if sums is None else sums[mine])
         return status
 
     def _committed(self, now: float, made: Reservation, sums: U64 | None) -> None:

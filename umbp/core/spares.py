@@ -14,8 +14,8 @@ so that of a put's work only the commit is waited for. A spare is a reservation 
 It is a reservation in all that follows: given back when its session's process is gone or lets go, an orphan at its time limit (one that was
 never given is free then), an orphan after a restart of the pool. It is a favour: there is none where a quota or an admission policy has a
 say in each put, none that would cost an eviction (room above the high watermark is not touched), at most `BYTES_MAX` a session, and one in
-`SHARE` bytes of the pool. A put without one reserves first. Whoever cannot use its spare, since it is over, or the namespace has a quota by
-now, is told so at the commit, and reserves.
+`SHARE` bytes of the pool. A put without one reserves first. Whoever cannot use its spare, since it is over, some of the pages are stored or
+on their way already, or the namespace has a quota by now, is told so at the commit, and reserves.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ DEADLINES_SPARE = 1024
 class Reservation:
     """One batch being written: entry ids with their keys, in the caller's order. ``expired`` once its time was over.
 
-    ``blank``: it has no keys yet; ``given``: its session knows of it. ``answer``: of one that was named, a status for each of the keys that
-    the client filled, where not all of them are stored by it; ``mine`` those that are.
+    ``blank``: it has no keys yet; ``given``: its session knows of it.
     """
 
     number: int
@@ -42,8 +41,6 @@ class Reservation:
     expired: bool = False
     blank: bool = False
     given: bool = True
-    answer: U8 | None = None
-    mine: Mask | None = None
 
     @property
     def blank_bytes(self) -> int:
@@ -104,16 +101,14 @@ class Writes:
         return made
 
     def name(self, made: Reservation, account: Account, ids: I64, keys: list[bytes], parents: Parents, fingerprints: U64) -> None:
-        """Say what a blank reservation is for: these of its entries for these keys, which the segment has been told; the rest goes back."""
-        rest = np.setdiff1d(made.ids, ids, assume_unique=True) if len(ids) < len(made.ids) else ids[:0]
+        """Say what a blank reservation is for: its first entries for these keys, which the segment has been told; the rest goes back."""
         self._count_blank(made, -1)
-        self.objects.abandon(rest)
+        self.objects.abandon(made.ids[len(ids) :])
         self.objects.assign(ids, account)
         made.blank, made.account, made.namespace = False, account, account.number
         made.ids, made.keys, made.parents, made.fingerprints = ids, keys, parents, fingerprints
         made.entered = self.objects.table.enter(ids, fingerprints)
-        if keys:
-            self.in_flight.setdefault(account.number, set()).update(keys)
+        self.in_flight.setdefault(account.number, set()).update(keys)
 
     def give_back(self, made: Reservation) -> None:
         """End a reservation of which nobody writes anything: its memory is free."""
