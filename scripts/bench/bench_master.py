@@ -36,6 +36,7 @@ PROMPT = 2200
 DIGEST = "ab" * 32
 PAGE_BYTES = 2_600_000
 BUNDLE = 4096
+SMALL = 64  # keys of a bundle that tells of one put
 SINGLE_SECONDS = 3.0
 
 
@@ -48,7 +49,13 @@ class Call:
         self._host = f"{host}:{port}"
 
     def __call__(self, path: str, body: bytes, kind: str = say.FRAME) -> bytes:
+        self.send(path, body, kind)
+        return self.answer()
+
+    def send(self, path: str, body: bytes, kind: str = say.FRAME) -> None:
         self._socket.sendall(self.request(path, body, kind))
+
+    def answer(self) -> bytes:
         answer = b""
         while b"\r\n\r\n" not in answer:
             answer += self._more()
@@ -87,10 +94,10 @@ def node_keys(node: int, count: int) -> np.ndarray:
 
 
 class Node:
-    """A simulated pool."""
+    """A simulated pool. ``data`` is a connection that carries nothing but what nodes hold, as that of a pool does."""
 
-    def __init__(self, call: Call, number: int, name: str = "") -> None:
-        self.call, self.number, self.name = call, number, name or f"node{number}"
+    def __init__(self, call: Call, data: Call, number: int, name: str = "") -> None:
+        self.data, self.number, self.name = data, number, name or f"node{number}"
         tiers = [say.Capacity(tier=2, capacity_bytes=1 << 40, used_bytes=1 << 39, keys=1)]
         joined = call.json("/v1/members", say.Join(node=self.name, boot=number + 1, place=self.name, addresses={}, tiers=tiers))
         self.registration, self.bundle, self.tiers = joined["registration"], 0, tiers
@@ -112,13 +119,17 @@ class Node:
                 n=len(part),
                 spaces=[(DIGEST, PAGE_BYTES, len(part))],
             )
-            self.call(f"/v1/members/{self.name}/resync", encode(header, part, np.full(len(part), 2, np.uint8)))
+            self.data(f"/v1/members/{self.name}/resync", encode(header, part, np.full(len(part), 2, np.uint8)))
 
     def events(self, words: np.ndarray, present: np.ndarray) -> None:
+        self.data(*self.bundled(words, present))
+
+    def bundled(self, words: np.ndarray, present: np.ndarray) -> tuple[str, bytes]:
+        """The next bundle: path and frame."""
         self.bundle += 1
         n = len(words)
         header = say.Events(registration=self.registration, number=self.bundle, n=n, spaces=[(DIGEST, PAGE_BYTES, n)])
-        self.call(f"/v1/members/{self.name}/events", encode(header, words, np.full(n, 2, np.uint8), present))
+        return f"/v1/members/{self.name}/events", encode(header, words, np.full(n, 2, np.uint8), present)
 
 
 # -- the child: pools --------------------------------------------------------------------------------------------------------------
@@ -126,7 +137,7 @@ class Node:
 
 def be_pools(host: str, port: int, nodes: int, keys: int) -> None:
     """Join, send everything, then do what is read from standard input, a line each; answers are lines too."""
-    call, beats, members = Call(host, port), Call(host, port), list[Node]()
+    call, data, beats, members = Call(host, port), Call(host, port), Call(host, port), list[Node]()
 
     def beat() -> None:
         while True:
@@ -136,7 +147,7 @@ def be_pools(host: str, port: int, nodes: int, keys: int) -> None:
 
     threading.Thread(target=beat, daemon=True).start()
     for number in range(nodes):
-        members.append(Node(call, number))
+        members.append(Node(call, data, number))
         members[-1].sweep(node_keys(number, keys // nodes))
     print("ready", flush=True)
     for line in sys.stdin:
@@ -153,12 +164,29 @@ def be_pools(host: str, port: int, nodes: int, keys: int) -> None:
                 member.events(gone, np.zeros(len(gone), np.uint8))
                 count += 2 * len(fresh)
             print(count / (time.monotonic() - began), flush=True)
+        elif verb == "trickle":  # all nodes at once tell of a put each, over connections of their own, again and again
+            print(trickle(members, [Call(host, port) for _ in members], float(rest)), flush=True)
         elif verb == "giant":  # a further node with so many keys
-            member = Node(call, nodes + 7, "giant")
+            member = Node(call, data, nodes + 7, "giant")
             words = node_keys(nodes + 7, int(rest))
             began = time.monotonic()
             member.sweep(words)
             print(time.monotonic() - began, flush=True)
+
+
+def trickle(members: list[Node], calls: list[Call], seconds: float) -> float:
+    """Bundles a second: half of their keys go, half come."""
+    began, count = time.monotonic(), 0
+    words = np.random.default_rng(8).integers(1, 1 << 63, (64 * SMALL, 4), dtype=np.uint64)
+    present = np.arange(SMALL, dtype=np.uint8) // (SMALL // 2)
+    while time.monotonic() - began < seconds:
+        for member, call in zip(members, calls, strict=True):
+            start = count % 63 * SMALL + member.number % SMALL
+            call.send(*member.bundled(words[start : start + SMALL], present))
+            count += 1
+        for call in calls:
+            assert b'"gap":false' in call.answer()
+    return count / (time.monotonic() - began)
 
 
 class Pools:
@@ -364,6 +392,10 @@ def measure(arguments: argparse.Namespace, master: MasterProcess, pools: Pools, 
     rate = float(pools.read())
     met = bool(np.percentile(times, 99) < 10e-3) and rate >= 2e5
     row("route while events come", times, others_per_s=round(rate), target=">= 200 K events a second, p99 < 10 ms", met=met)
+    pools.tell(f"trickle {seconds}")
+    times = clock(frames(route_frame), plan, seconds)
+    row(f"route while {nodes} nodes tell {SMALL} keys each, at once", times, bundles_per_s=round(float(pools.read())))
+    known = master.get("/v1/cluster")["keys"]
     pools.tell("giant 1000000")
     answer: list[str] = []
     reader = threading.Thread(target=lambda: answer.append(pools.read()))

@@ -21,7 +21,7 @@ import time
 import harness
 import numpy as np
 
-from umbp.core.master import SLICE, Master
+from umbp.core.master import SLICE, Master, Part
 from umbp.core.membership import Member
 from umbp.types import Tier
 
@@ -47,7 +47,7 @@ def built(nodes: int, sample: int) -> tuple[Master, list[Member], np.ndarray, fl
         tier, here = np.full(len(part), Tier.DRAM, np.uint8), np.ones(len(part), np.uint8)
         for copy in range(2 if number % 5 == 0 else 1):
             began = time.process_time()
-            master.apply(0.0, members[(number + copy * 7) % nodes], part, spaces, tier, here)
+            master.apply(0.0, Part(members[(number + copy * 7) % nodes], part, spaces, tier, here))
             spent += time.process_time() - began
             events += len(part)
     each = (harness.anonymous_bytes(os.getpid()) - before - words.nbytes) / sample

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from umbp.core.master import Master
+from umbp.core.master import Master, Part
 from umbp.core.membership import Member, Timing
 from umbp.core.plans import Plan
 from umbp.errors import UnknownNode
@@ -74,7 +74,8 @@ class Node:
         if verdict == "apply":
             array = np.array([(tier, here) for (_, tier), here in net.items()], np.uint8).reshape(-1, 2)
             keys = words(number for number, _ in net)
-            master.apply(self.cluster.now, member, keys, master.spaces([(DIGEST, PAGE_BYTES, len(keys))]), array[:, 0], array[:, 1])
+            spaces = master.spaces([(DIGEST, PAGE_BYTES, len(keys))])
+            master.apply(self.cluster.now, Part(member, keys, spaces, array[:, 0], array[:, 1]))
             master.applied(member, self.number)
         return verdict
 
@@ -93,7 +94,7 @@ class Node:
         if verdict == "apply":
             keys, tiers = words(number for number, _ in part), np.array([tier for _, tier in part], np.uint8)
             spaces, ones = master.spaces([(DIGEST, PAGE_BYTES, len(keys))]), np.ones(len(keys), np.uint8)
-            master.apply(now, member, keys, spaces, tiers, ones, fresh=False)
+            master.apply(now, Part(member, keys, spaces, tiers, ones, fresh=False))
             master.piece_applied(now, member, last=last)
         return verdict
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.cluster import GIB, PAGE_BYTES, Cluster, words
 from tests.core.world import World, keys_of, open_namespace, put, stored
-from umbp.core.master import Master
+from umbp.core.master import Master, Part
 from umbp.core.membership import Timing
 from umbp.errors import UnknownNode
 from umbp.policies.cluster import KEEP
@@ -44,7 +44,7 @@ class OneNode:
         """What came and went, as a bundle."""
         changes = self.pool.objects.outbox.take(8192, lambda ids: self.pool.objects.state[ids] == 2)
         spaces = self.master.spaces([(self.digest, PAGE, len(changes))])
-        self.master.apply(self.now, self.member, changes.words, spaces, changes.tiers, changes.present)
+        self.master.apply(self.now, Part(self.member, changes.words, spaces, changes.tiers, changes.present))
 
     def route(self, *numbers: int) -> None:
         """A router asks for this prompt. Its engine has it, so that the pool hears nothing of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from tests.masters import MasterProcess, call, reported, until
 from tests.pools import PoolProcess
 from tests.redis_process import RedisProcess
 from umbp.layout import Namespace
+from umbp.master.shared import SharedLog
 
 
 @pytest.fixture
@@ -136,3 +138,21 @@ def test_a_store_that_nobody_listens_at_is_said_and_waited_for() -> None:
 def test_a_bad_url_of_a_store_stops_the_start() -> None:
     with pytest.raises(AssertionError, match="neither embedded nor the URL of a Redis"), MasterProcess("--store", "mysql://x"):
         pass
+
+
+@pytest.mark.parametrize("error", [None, ConnectionError("lost meanwhile")])
+async def test_a_stop_that_the_client_of_redis_swallows_is_a_stop(error: Exception | None) -> None:
+    async def swallows() -> bytes:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            if error is not None:
+                raise error from None
+        return b"an answer"
+
+    store = SharedLog("redis://127.0.0.1:1/0", lambda: "")
+    calling = asyncio.ensure_future(store._call(swallows()))
+    await asyncio.sleep(0)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling

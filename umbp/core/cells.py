@@ -97,15 +97,20 @@ class Cells:
         mine: Mask = self.flat.take(position) == number
         return mine
 
-    def void(self, start: int, stop: int) -> I64:
-        """Free the cells in these rows that do not count; the rows that had some, or have a chain, where nothing is freed yet."""
-        part = self.rows[start:stop, W_CELLS : W_CELLS + INLINE]
-        doubtful = np.flatnonzero(self.holders.waits(part).any(1))
-        cells = part[doubtful]
+    def void(self, start: int, stop: int, rows_max: int) -> tuple[I64, int]:
+        """Free the cells in these rows that do not count, ``rows_max`` rows at the most.
+
+        The rows that had some or have a chain (where nothing is freed yet), and the first row that was not looked at.
+        """
+        part = self._inline[start:stop].copy().view(np.uint32)
+        doubtful = np.flatnonzero(self.holders.waits(part).view(np.uint32))
+        if len(doubtful) > rows_max:
+            doubtful, stop = doubtful[:rows_max], start + int(doubtful[rows_max])
+        cells = part.reshape(-1, INLINE).take(doubtful, 0)
         void = (cells != 0) & ~self.holders.counts(cells)
         cells[void] = 0
-        part[doubtful] = cells
-        return np.union1d(doubtful[void.any(1)], np.flatnonzero(self._more[start:stop])) + start
+        self._inline[start + doubtful] = cells.view(np.complex128).reshape(-1)
+        return np.union1d(doubtful[void.any(1)], np.flatnonzero(self._more[start:stop])) + start, stop
 
     def clean_chains(self, rows: I64) -> None:
         """Free what does not count in the chains of these rows, and blocks that are empty then."""

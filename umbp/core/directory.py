@@ -184,12 +184,12 @@ class Directory:
         self.holders.settle(holder)
 
     def sweep(self, rows_max: int) -> bool:
-        """Clean that many rows of cells that do not count; True while there are more to look at."""
+        """Clean up to that many rows of cells that do not count, among eight times as many; True while there are more to look at."""
         if not self.holders.pending:
             return False
         start = min(self.holders.position, self._top)
-        stop = min(self._top, start + rows_max)
-        self._forget_empty(self.cells.void(start, stop))
+        rows, stop = self.cells.void(start, min(self._top, start + 8 * rows_max), rows_max)
+        self._forget_empty(rows)
         self.holders.swept(0 if stop == self._top else stop)
         return self.holders.pending > 0
 

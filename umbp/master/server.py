@@ -21,7 +21,6 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import numpy.ma  # noqa: F401 - `np.unique` imports it at its first call
@@ -34,7 +33,7 @@ from umbp.core.master import Master
 from umbp.core.membership import Timing
 from umbp.master.config import MasterConfig
 from umbp.master.probe import Prober
-from umbp.master.quick import QuickDoor
+from umbp.master.quick import Doors, QuickDoor
 from umbp.master.readings import readings
 from umbp.master.rest import cluster_endpoints, event_stream, master_endpoints, member_endpoints, member_routes
 from umbp.master.service import MasterService
@@ -97,7 +96,13 @@ class MasterServer:
         if self._shared is not None:
             self._follower = Follower(self.master, self._shared)
         self.metrics = Metrics(lambda: readings(core))
-        self._doors: set[QuickDoor] = set()
+        self._doors = Doors(
+            {b"/v1/plan": self.master.plan, b"/v1/locate": self.master.locate},
+            {b"events": self.master.events, b"resync": self.master.piece},
+            self._aiohttp,
+            config.token,
+            config.http,
+        )
         self._stop = asyncio.Event()
 
     def __repr__(self) -> str:
@@ -149,8 +154,7 @@ class MasterServer:
                     task.cancel()
         finally:
             listener.close()
-            for door in list(self._doors):
-                door.close()
+            await self._doors.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_SECONDS_MAX):
                     await self._runner.cleanup()
@@ -160,10 +164,9 @@ class MasterServer:
             log.info("stopped")
 
     def _protocol(self) -> asyncio.BaseProtocol:
-        if len(self._doors) >= CONNECTIONS_MAX:
+        if len(self._doors.open) >= CONNECTIONS_MAX:
             return Refusal()
-        answers: dict[bytes, Callable[[bytes], bytes]] = {b"/v1/plan": self.master.plan, b"/v1/locate": self.master.locate}
-        return QuickDoor(answers, self._aiohttp, self.config.token, self.config.http, self._doors)
+        return QuickDoor(self._doors)
 
     def _aiohttp(self) -> asyncio.BaseProtocol:
         server = self._runner.server

@@ -1,9 +1,9 @@
 """The hands around `core.master`: gives it messages, time and randomness, and keeps questions from waiting behind changes.
 
 Theory of operation. All of it runs in one event loop, that of `python -m umbp.master` or of a pool with an embedded master; pools reach it
-by HTTP or, in the same process, by these methods. A bundle or piece of a node is applied in slices, and the loop serves others between
-two of them; things of one node are in order, by a lock a node. Time passes in `run`: twenty ticks a second, more while there is something
-to sweep.
+by HTTP or, in the same process, by these methods. Bundles and pieces are applied in slices, and the loop serves others between two of
+them (`umbp.master.intake`); things of one node are in order, by a lock a node. Time passes in `run`: twenty ticks a second, more while
+there is something to sweep.
 
 Every `PROBE_SECONDS`, and when a fetch from it failed, each node is asked by the address that it advertises who it is. One that does not
 answer as itself is not named as a source: it may beat and yet have told a wrong address. A fetch that worked says more than the question.
@@ -23,11 +23,12 @@ import msgspec
 import numpy as np
 
 from umbp.core.advice import Advice
-from umbp.core.master import SLICE, Happening, Master
+from umbp.core.master import SLICE, Happening, Master, Part
 from umbp.core.membership import DEAD, Member
 from umbp.core.single import route_one
 from umbp.errors import Conflict, InvalidRequest, UmbpError, Unavailable
 from umbp.master import protocol as say
+from umbp.master.intake import Intake
 from umbp.master.relay import Relay
 from umbp.master.store import Alone, Store
 from umbp.store.index import key_words
@@ -73,6 +74,7 @@ class MasterService:
         self.store: Store = store or Alone()
         self.masters = masters
         self.relay = Relay(core.timing.heartbeat)
+        self.intake = Intake(core)
         self._probe = probe
         self._random = np.random.default_rng()
         self._locks: dict[str, asyncio.Lock] = {}
@@ -251,16 +253,10 @@ class MasterService:
             return say.Applied(acknowledged=member.acknowledged, gap=verdict == "gap")
 
     async def _apply(self, member: Member, told: Told, *, fresh: bool) -> None:
-        core = self.core
-        spaces = core.spaces(told.spaces)
+        spaces = self.core.spaces(told.spaces)
         for digest, canonical in told.identities.items():
-            core.directory.identify(digest, canonical)
-        for start in range(0, len(told.words), SLICE):
-            part = slice(start, start + SLICE)
-            core.membership.member(member.node, member.registration)  # it may have gone while others were served
-            core.apply(self.now(), member, told.words[part], spaces[part], told.tiers[part], told.present[part], fresh=fresh)
-            if start + SLICE < len(told.words):
-                await asyncio.sleep(0)
+            self.core.directory.identify(digest, canonical)
+        await self.intake.apply(Part(member, told.words, spaces, told.tiers, told.present, fresh))
 
     def _lock(self, node: str) -> asyncio.Lock:
         lock = self._locks.get(node)

@@ -199,10 +199,19 @@ class SharedLog:
             async with asyncio.timeout(CALL_SECONDS_MAX):
                 answer = await what
         except (self._failed, OSError, TimeoutError) as error:
+            _heed_cancellation()
             self.trouble = f"the store cannot be reached: {error or type(error).__name__}"
             raise Unavailable(self.trouble) from None
+        _heed_cancellation()
         self.trouble = ""
         return answer
+
+
+def _heed_cancellation() -> None:
+    """The client of Redis may lose a cancellation that comes together with an answer; who is told to stop would then go on for ever."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _order(position: bytes) -> tuple[int, int]:
