@@ -4,6 +4,7 @@
     python scripts/bench/bench_linker.py [--pages 2200] [--load-pages 4096] [--repeats 7]
 
 "lookup": all pages of a prompt are stored, KV and indexer (DSA), or KV, window and state; the linker's answer. "lookup_absent": none is.
+"lookup_claimed": as a rank with peers looks it up, which claims what it finds.
 The floor is the in-tree UMBP linker's lookup over a store that is one dict in this process: it makes no call either, so what it takes is
 text keys. "plan": processor time of this thread to load and start a restore of 4,096 pages (256 K tokens) of two pools; the floor is the
 in-tree linker's, whose thread then makes a range for each page and layer. No layer count enters ours.
@@ -78,6 +79,16 @@ def lookups(engine: Any, asked: list[Any], expected: int) -> harness.Pass:
     return work
 
 
+def with_peers(engine: Any) -> None:
+    """From now on this worker looks up as one with tensor-parallel peers does."""
+    from umbp.integrations.sglang_leases import Leases
+
+    linker = engine.linker
+    linker._leases.close()
+    linker._leases = Leases([shelf.namespace for shelf in linker.shelves], wait_seconds=0.1, ahead_seconds=2.0, claims=True)
+    linker._claims = True
+
+
 def plans(engine: Any, asked: list[Any]) -> harness.Pass:
     """Load and start on this thread, in its processor time; the batch is ended outside of it."""
 
@@ -108,7 +119,11 @@ def measure(kind: str, pages: int, load_pages: int, repeats: int) -> None:
     more, store = max(pages, load_pages), Dict(intree.Mode)
     with configured(), harness.pool(dram="1536MiB" if load_pages else "128MiB") as (process, _):
         machine = harness.Machine(process.pid)
-        with Engine(kind, process.socket, pages=more + 1) as ours, Engine(kind, "", pages=more + 1, linker=intree.make(store)) as theirs:
+        sizes: dict[str, Any] = {"pages": more + 1}
+        with (
+            Engine(kind, process.socket, protect_seconds=10.0, **sizes) as ours,
+            Engine(kind, "", linker=intree.make(store), **sizes) as theirs,
+        ):
             both, tokens = (ours, theirs), prompt(1, more, ours.page)
             slots = [engine.compute(tokens, seed=1) for engine in both]
             harness.wait_until_quiet()
@@ -118,9 +133,19 @@ def measure(kind: str, pages: int, load_pages: int, repeats: int) -> None:
                 subject, floor = harness.in_turns(repeats, *works, machine=machine)
                 row(op, machine, subject, floor, LOOKUP_SECONDS_MAX, pages=pages, **about)
             if load_pages:
-                works = (plans(engine, transfers(engine, tokens, each)) for engine, each in zip(both, slots, strict=True))
-                subject, floor = harness.in_turns(repeats, *works, machine=machine)
-                row("plan", machine, subject, floor, PLAN_SECONDS_MAX, pages=load_pages, **about)
+                plan(machine, both, tokens, slots, load_pages, repeats, about)
+            with_peers(ours)
+            asked = tokens[: pages * ours.page]
+            works = (lookups(engine, transfers(engine, asked), pages) for engine in both)
+            subject, floor = harness.in_turns(repeats, *works, machine=machine)
+            row("lookup_claimed", machine, subject, floor, LOOKUP_SECONDS_MAX, pages=pages, **about)
+
+
+def plan(machine: harness.Machine, both: Any, tokens: Any, slots: Any, load_pages: int, repeats: int, about: dict[str, Any]) -> None:
+    """The row of a restore of this many pages."""
+    works = (plans(engine, transfers(engine, tokens, each)) for engine, each in zip(both, slots, strict=True))
+    subject, floor = harness.in_turns(repeats, *works, machine=machine)
+    row("plan", machine, subject, floor, PLAN_SECONDS_MAX, pages=load_pages, **about)
 
 
 def main() -> None:

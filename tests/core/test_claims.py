@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from core.world import World, find, open_namespace, put, stored
 
-from umbp.core.claims import CLAIM_SECONDS, RING_AT, W_END, W_FIRST
+from umbp.core.claims import CLAIM_SECONDS, RING_AT, W_BEAT, W_END, W_FIRST
 from umbp.core.objects import LIVE
 from umbp.errors import InvalidRequest
 from umbp.store.index import Found
@@ -132,6 +132,14 @@ def test_claims_end_with_their_session_and_with_their_piece() -> None:
     piece.objects.claims.open(0.0, 4, taken.number, np.zeros(WORDS, np.uint64), lambda: None)
     piece.scratch.give(4, taken.number)
     assert not piece.objects.claims.areas, "its memory may be another's now"
+
+
+def test_a_client_sees_when_the_pool_has_ticked_last() -> None:
+    desk = Desk()
+    area = desk.open()
+    assert area[W_BEAT] == 0
+    desk.pool.tick(1.25)
+    assert area[W_BEAT] == 1_250_000
 
 
 def test_claims_of_a_client_that_has_stopped_count_no_more() -> None:

@@ -3,13 +3,14 @@
 A ring of entry ids in a piece of scratch, written by one thread. What was claimed last counts: a new claim lets go of all before it, but
 for those that are marked as needed (`need`) and what came after them.
 
-States: out -> in (`enter`, a call) -> out (the connection is another). While it is out nothing can be claimed; whoever relies on claims
-then finds nothing.
+States: out -> in (`enter`, a call) -> out (the connection is another). While it is out, or the pool has not beaten for `SILENT_SECONDS`,
+nothing can be claimed; whoever relies on claims then finds nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +20,13 @@ import numpy as np
 from umbp import wire
 from umbp.client.link import Bond, Link
 from umbp.client.steps import Operation
-from umbp.core.claims import RING_AT, W_END, W_FIRST
+from umbp.core.claims import RING_AT, W_BEAT, W_END, W_FIRST
 from umbp.errors import LimitReached, Unavailable
 from umbp.store.memory import fence
 from umbp.types import I64, U64, Mask
 
 AREA_BYTES = (64 << 10, 1 << 20)  # the least and the most: 8,184 and 131,064 pages
+SILENT_SECONDS = 2.0  # forty beats of a pool that is well
 AREA_SHARE = 256  # in between, one in this many bytes of the pool
 
 
@@ -43,6 +45,7 @@ class Claims:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._place: tuple[Bond, U64] | None = None
+        self._clocks = 0.0  # of this process, less the pool's: 0 but where clocks are kept apart, as in a container's time namespace
         self._first = self._end = 0
         self._claims: deque[Claim] = deque()
 
@@ -64,13 +67,15 @@ class Claims:
         except LimitReached:
             size = least
             taken, _ = yield bond.call(wire.TakeScratch(size, claims=True))
-        self._place = bond, bond.data[taken.offset : taken.offset + size].view(np.uint64)
+        words = bond.data[taken.offset : taken.offset + size].view(np.uint64)
+        self._clocks = time.monotonic() - int(words[W_BEAT]) * 1e-6
+        self._place = bond, words
 
     @property
     def pages_max(self) -> int:
         """The most that can be claimed at a time; 0 while nothing can."""
         place = self._place
-        return len(place[1]) - RING_AT if place is not None and self.ready else 0
+        return len(place[1]) - RING_AT if place is not None and self.ready and not self._is_silent(place[1]) else 0
 
     def claim(self, name: str, bond: Bond, ids: I64, versions: U64) -> Mask:
         """Claim these entries; which of them still are of these versions, and stay. None of them, while nothing can be claimed.
@@ -79,7 +84,7 @@ class Claims:
         """
         nothing = np.zeros(len(ids), bool)
         place = self._place
-        if place is None or place[0] is not bond:
+        if place is None or place[0] is not bond or self._is_silent(place[1]):
             return nothing
         words = place[1]
         ring = words[RING_AT:]
@@ -116,6 +121,9 @@ class Claims:
             self._drop()
             with contextlib.suppress(Unavailable), self._link.filling(place[0]):
                 place[1][W_FIRST] = self._first
+
+    def _is_silent(self, words: U64) -> bool:
+        return time.monotonic() - self._clocks - int(words[W_BEAT]) * 1e-6 > SILENT_SECONDS
 
     def _drop(self) -> None:
         while self._claims and ((needed := self._claims[0].needed) is None or not needed()):

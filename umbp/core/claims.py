@@ -13,9 +13,11 @@ Each stores before it loads, so at least one of them sees the other: a page is n
 kept by the pool and a miss for the client, which costs a hit and no byte. A version that came back is right for who remembered it: the
 memory was given to nobody.
 
-    words of an area    0 first    1 end    8.. ring, entry number i in word 8 + i % ring
+    words of an area    0 first    1 end    2 beat    8.. ring, entry number i in word 8 + i % ring
 
-The claims are those from ``first`` to ``end``, numbers that only grow; ``end`` is stored after the entries. Only its client writes an area.
+The claims are those from ``first`` to ``end``, numbers that only grow; ``end`` is stored after the entries. Only its client writes
+these. The pool writes *beat*, its clock in microseconds, at every tick: a client whose pool was not heard of lately claims nothing, as the
+lease would not be granted in time.
 
 A claim is a promise for moments, not a lease: an area whose two numbers have not changed for `CLAIM_SECONDS` counts no more, until they do.
 It ends with its session, and it does not hold what is removed, flushed or found damaged. What an area says is checked: ids out of range are
@@ -34,7 +36,7 @@ import numpy as np
 from umbp.errors import InvalidRequest
 from umbp.types import I32, I64, U64, Mask
 
-W_FIRST, W_END, RING_AT = 0, 1, 8
+W_FIRST, W_END, W_BEAT, RING_AT = 0, 1, 2, 8
 CLAIM_SECONDS = 10.0  # as long as a lease that is not renewed
 NOTHING = (0, 0)
 NONE = ((-1, -1), np.empty(0, np.int64))
@@ -83,6 +85,7 @@ class Claims:
         if len(words) <= RING_AT:
             raise InvalidRequest(f"{len(words)} words have no room for claims", field="scratch", example=str(64 << 10))
         words[:RING_AT] = 0  # what a former owner left
+        words[W_BEAT] = int(now * 1e6)
         self.end_session(session)
         if not len(self._flags):
             self._flags = np.zeros(self._capacity, bool)
@@ -99,8 +102,9 @@ class Claims:
         self.areas.pop((session, piece), None)
 
     def expire(self, now: float) -> None:
-        """Claims that stand for too long count no more: their client has stopped."""
+        """Claims that stand for too long count no more: their client has stopped. And clients see that the pool has not."""
         for area in self.areas.values():
+            area.words[W_BEAT] = int(now * 1e6)
             span = area.span()
             if span != area.seen:
                 area.seen, area.since = span, now

@@ -307,6 +307,22 @@ def test_a_pool_that_dies_costs_recomputation_and_nothing_else() -> None:
         group.end()
 
 
+def test_a_frozen_pool_has_nothing_for_ranks_with_peers() -> None:
+    with PoolProcess() as pool, ranks(pool.socket, "mla", 2, tenant="frozen", staging="256KiB") as group:
+        group.ask("compute", pages=8)
+        assert group.ask("match", pages=8) == [8, 8]
+        pool.signal(signal.SIGSTOP)
+        try:
+            eventually(lambda: group.ask("match", pages=8) == [0, 0], "its silence is seen, without a call")
+            for _ in range(3):
+                answers = group.ask("restore", pages=8)
+                assert all((each["loaded"], each["ended"]) == (0, []) for each in answers), answers
+        finally:
+            pool.signal(signal.SIGCONT)
+        eventually(lambda: group.ask("restore", pages=8)[0]["loaded"] == 8, "it beats again")
+        group.end()
+
+
 @pytest.mark.parametrize("protect", ["load", "lookup"])
 def test_a_frozen_pool_does_not_hold_the_scheduler(protect: str) -> None:
     options = {"tenant": "frozen", "protect": protect, "protect_seconds": 0.05}
