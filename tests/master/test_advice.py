@@ -18,10 +18,28 @@ from umbp.layout import Namespace
 NAMESPACE = Namespace(**IDENTITY).digest().hex()
 
 
+RATE = 512 << 10
+
+
 @pytest.fixture(scope="module")
 def master() -> Iterator[MasterProcess]:
-    with MasterProcess("--advice-bandwidth", "64MiB") as process:
+    with MasterProcess("--advice-bandwidth", "512KiB") as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def pair(master: MasterProcess) -> Iterator[tuple[PoolProcess, PoolProcess]]:
+    with master.pool() as a, master.pool() as b:
+        master.synced(a, b)
+        yield a, b
+
+
+@pytest.fixture(scope="module")
+def tight(master: MasterProcess) -> Iterator[tuple[PoolProcess, PoolProcess]]:
+    """A small pool that is soon full, and a large one."""
+    with master.pool(dram="4MiB") as full, master.pool(dram="64MiB") as roomy:
+        master.synced(full, roomy)
+        yield full, roomy
 
 
 def got(pool: PoolProcess, keys: np.ndarray) -> list[bytes]:
@@ -37,83 +55,83 @@ def got(pool: PoolProcess, keys: np.ndarray) -> list[bytes]:
         client.close()
 
 
-def flood(space: umbp.Namespace, number: int) -> int:
+def flood(space: umbp.Namespace, number: int, base: int = 70_000) -> int:
     """Put sixteen more pages of a prompt of their own; the number of the next."""
-    keys = umbp.page_keys(np.full(16 * 16, 70_000 + number, np.uint32), page_tokens=16)
+    keys = umbp.page_keys(np.full(16 * 16, base + number, np.uint32), page_tokens=16)
     space.put(keys, [bytes([number % 256]) * PAGE] * 16)
     return number + 1
 
 
-def fill(space: umbp.Namespace, pool: PoolProcess, share: float) -> int:
+def fill(space: umbp.Namespace, pool: PoolProcess, share: float, base: int = 70_000) -> int:
     """Flood until this share of the pool is used; how many prompts that took."""
     number, status = 0, call(pool.http + "/v1/status")
     while status["allocated_bytes"] < share * status["capacity_bytes"]:
-        number, status = flood(space, number), call(pool.http + "/v1/status")
+        number, status = flood(space, number, base), call(pool.http + "/v1/status")
     return number
 
 
-def test_a_hot_prefix_is_copied_to_another_node(master: MasterProcess) -> None:
-    with master.pool() as a, master.pool() as b:
-        master.synced(a, b)
-        keys = put(a, 1, 2, 3)
-        until(lambda: master.locations(bytes(keys[2])) == {(a.name, "dram")})
-        master.post("/v1/policies/replication", {"name": "hot_prefixes"}, "PUT")
-        try:
-            body = {"namespace": NAMESPACE, "keys": [bytes(key).hex() for key in keys], "requester": "engine"}
-            for _ in range(12):
-                master.post("/v1/route", body)
-            for key in keys:
-                until(lambda key=bytes(key): master.locations(key) == {(a.name, "dram"), (b.name, "dram")})
-            assert got(b, keys) == [bytes([number]) * PAGE for number in (1, 2, 3)]
-            assert master.get("/v1/cluster")["advice"]["copy"] > 0
-        finally:
-            master.post("/v1/policies/replication", {"name": "none"}, "PUT")
+def test_a_hot_prefix_is_copied_to_another_node(master: MasterProcess, pair: tuple[PoolProcess, PoolProcess]) -> None:
+    a, b = pair
+    keys = put(a, 1, 2, 3)
+    until(lambda: master.locations(bytes(keys[2])) == {(a.name, "dram")})
+    master.post("/v1/policies/replication", {"name": "hot_prefixes"}, "PUT")
+    try:
+        body = {"namespace": NAMESPACE, "keys": [bytes(key).hex() for key in keys], "requester": "engine"}
+        for _ in range(12):
+            master.post("/v1/route", body)
+        for key in keys:
+            until(lambda key=bytes(key): master.locations(key) == {(a.name, "dram"), (b.name, "dram")})
+        assert got(b, keys) == [bytes([number]) * PAGE for number in (1, 2, 3)]
+        assert master.get("/v1/cluster")["advice"]["copy"] > 0
+    finally:
+        master.post("/v1/policies/replication", {"name": "none"}, "PUT")
 
 
-def test_new_pages_go_where_the_placement_policy_has_them(master: MasterProcess) -> None:
-    with master.pool() as a, master.pool() as b:
-        master.synced(a, b)
-        master.post("/v1/policies/placement", {"name": "rendezvous"}, "PUT")
-        try:
-            keys = put(a, *range(100, 140))
-            body = {"namespace": NAMESPACE, "keys": [bytes(key).hex() for key in keys], "requester": a.name, "dry_run": True}
-            placed = master.post("/v1/place", body)["nodes"]
-            assert {a.name, b.name} == set(placed)
-            for key, node in zip(keys, placed, strict=True):
-                until(lambda key=bytes(key), node=node: (node, "dram") in master.locations(key))
-            there = np.array([node == b.name for node in placed])
-            assert got(b, keys[there]) == [bytes([number]) * PAGE for number, yes in zip(range(100, 140), there, strict=True) if yes]
-            assert reported(b, "copied") == there.sum()
-        finally:
-            master.post("/v1/policies/placement", {"name": "local_first"}, "PUT")
+def test_new_pages_go_where_the_placement_policy_has_them(master: MasterProcess, pair: tuple[PoolProcess, PoolProcess]) -> None:
+    a, b = pair
+    copied = reported(b, "copied")
+    master.post("/v1/policies/placement", {"name": "rendezvous"}, "PUT")
+    try:
+        keys = put(a, *range(100, 140))
+        body = {"namespace": NAMESPACE, "keys": [bytes(key).hex() for key in keys], "requester": a.name, "dry_run": True}
+        placed = master.post("/v1/place", body)["nodes"]
+        assert {a.name, b.name} == set(placed)
+        for key, node in zip(keys, placed, strict=True):
+            until(lambda key=bytes(key), node=node: (node, "dram") in master.locations(key))
+        there = np.array([node == b.name for node in placed])
+        assert got(b, keys[there]) == [bytes([number]) * PAGE for number, yes in zip(range(100, 140), there, strict=True) if yes]
+        assert reported(b, "copied") - copied == there.sum()
+    finally:
+        master.post("/v1/policies/placement", {"name": "local_first"}, "PUT")
 
 
-def test_what_only_a_drained_node_has_is_copied_away(master: MasterProcess) -> None:
-    with master.pool() as a, master.pool() as b:
-        master.synced(a, b)
-        keys = put(a, 11, 12)
-        until(lambda: master.locations(bytes(keys[1])))
-        master.post(f"/v1/nodes/{a.name}/drain")
-        until(lambda: (b.name, "dram") in master.locations(bytes(keys[1])))
-        a.kill()
-        until(lambda: master.locations(bytes(keys[1])) == {(b.name, "dram")})
-        assert got(b, keys) == [bytes([number]) * PAGE for number in (11, 12)]
+def test_what_only_a_drained_node_has_is_copied_away(master: MasterProcess, pair: tuple[PoolProcess, PoolProcess]) -> None:
+    a, b = pair
+    keys = put(a, 11, 12)
+    until(lambda: master.locations(bytes(keys[1])))
+    master.post(f"/v1/nodes/{a.name}/drain")
+    until(lambda: (b.name, "dram") in master.locations(bytes(keys[1])))
+    a.kill()
+    until(lambda: master.locations(bytes(keys[1])) == {(b.name, "dram")})
+    assert got(b, keys) == [bytes([number]) * PAGE for number in (11, 12)]
+    b.stop()  # so that the others have only one another
 
 
-def test_a_full_node_drops_what_another_one_promises_to_hold_and_nothing_else(master: MasterProcess) -> None:
-    with master.pool(dram="4MiB") as full, master.pool(dram="64MiB") as roomy:
-        master.synced(full, roomy)
-        shared = put(full, *range(20, 36))
-        put(roomy, *range(20, 36))
-        alone = put(full, 50, 51)
-        client = umbp.connect(full.socket)
-        fill(client.namespace(**IDENTITY), full, 0.87)
-        client.close()
-        until(lambda: all(master.locations(bytes(key)) == {(roomy.name, "dram")} for key in shared))
-        assert master.locations(bytes(alone[0])) == {(full.name, "dram")}
-        notes = [pin["note"] for pin in call(roomy.http + "/v1/pins")["pins"]]
-        assert any(re.search("held while another node drops", note) for note in notes)
-        assert got(roomy, shared)[0] == bytes([20]) * PAGE
+def test_a_full_node_drops_what_another_one_promises_to_hold_and_nothing_else(
+    master: MasterProcess, tight: tuple[PoolProcess, PoolProcess]
+) -> None:
+    full, roomy = tight
+    shared = put(full, *range(20, 36))
+    put(roomy, *range(20, 36))
+    alone = put(full, 50, 51)
+    client = umbp.connect(full.socket)
+    fill(client.namespace(**IDENTITY), full, 0.87)
+    client.close()
+    until(lambda: all(master.locations(bytes(key)) == {(roomy.name, "dram")} for key in shared))
+    assert master.locations(bytes(alone[0])) == {(full.name, "dram")}
+    notes = [pin["note"] for pin in call(roomy.http + "/v1/pins")["pins"]]
+    assert any(re.search("held while another node drops", note) for note in notes)
+    assert got(roomy, shared)[0] == bytes([20]) * PAGE
 
 
 def test_what_the_cluster_asks_for_outlives_what_only_was_put(master: MasterProcess) -> None:
@@ -129,47 +147,50 @@ def test_what_the_cluster_asks_for_outlives_what_only_was_put(master: MasterProc
         until(lambda: all(master.locations(bytes(keys[0])) for keys in prompts))
         for keys in wanted:
             master.post("/v1/route", {"namespace": NAMESPACE, "keys": [bytes(keys[0]).hex()], "requester": a.name})
-        number = fill(space, a, 0.87)
+        base = 80_000  # pages that no other node has
+        number = fill(space, a, 0.87, base)
         until(lambda: reported(a, "spared") >= len(wanted))
         assert metric(master, "umbp_master_judged_pages_total") > 0
         time.sleep(1.1)  # what was put within the last second is not taken while anything else can go
         for _ in range(30):  # half of what fits
-            number = flood(space, number)
+            number = flood(space, number, base)
         assert space.lookup(np.concatenate(wanted)).all()
         assert not space.lookup(np.concatenate(others)).any()
         client.close()
 
 
-def test_pages_move_from_a_full_node_to_a_roomy_one_at_the_rate_that_is_allowed_and_none_is_lost() -> None:
-    rate = 512 << 10
-    with MasterProcess("--advice-bandwidth", "512KiB") as master, master.pool(dram="4MiB") as full, master.pool(dram="64MiB") as roomy:
-        master.synced(full, roomy)
-        client = umbp.connect(full.socket)
-        space = client.namespace(**IDENTITY)
-        stored = range(fill(space, full, 0.92))
-        began = time.monotonic()
-        master.post("/v1/policies/rebalancing", {"name": "even_fill"}, "PUT")
-        share = lambda: call(full.http + "/v1/status")["allocated_bytes"] / call(full.http + "/v1/status")["capacity_bytes"]  # noqa: E731
-        came = 'umbp_fetched_bytes_total{source="peers"}'
-        while share() > 0.86:
-            moved = metric(roomy, came)
-            assert moved <= rate * (time.monotonic() - began + 2.0)  # a second's worth at once, and a second for what was measured late
-            assert time.monotonic() - began < 30.0
-            time.sleep(0.05)
-        assert metric(roomy, came) > 0
-        assert reported(full, "dropped") > 0
-        assert metric(full, "umbp_evicted_keys_total") == reported(full, "dropped")  # nothing went but what the other one holds
-        other = umbp.connect(roomy.socket)
-        there = other.namespace(**IDENTITY)
-        lost = wrong = 0
-        for number in stored:
-            keys = umbp.page_keys(np.full(16 * 16, 70_000 + number, np.uint32), page_tokens=16)
-            here, pages = space.lookup(keys), [bytearray(PAGE) for _ in keys]
-            held = there.lookup(keys)
-            lost += int(np.count_nonzero(~(here | held)))
-            got = there.get(keys[held], [page for page, has in zip(pages, held, strict=True) if has]) if held.any() else None
-            assert got is None or got.all(umbp.ReadStatus.HIT)
-            wrong += sum(bytes(page) != bytes([number % 256]) * PAGE for page, has in zip(pages, held, strict=True) if has)
-        assert (lost, wrong) == (0, 0)
-        for each in (client, other):
-            each.close()
+def test_pages_move_from_a_full_node_to_a_roomy_one_at_the_rate_that_is_allowed_and_none_is_lost(
+    master: MasterProcess, tight: tuple[PoolProcess, PoolProcess]
+) -> None:
+    full, roomy = tight
+    client = umbp.connect(full.socket)
+    space = client.namespace(**IDENTITY)
+    stored = range(fill(space, full, 0.92))
+    came, gone = 'umbp_fetched_bytes_total{source="peers"}', "umbp_evicted_keys_total"
+    before = [metric(roomy, came), metric(full, gone), reported(full, "dropped")]
+    began = time.monotonic()
+    master.post("/v1/policies/rebalancing", {"name": "even_fill"}, "PUT")
+    share = lambda: call(full.http + "/v1/status")["allocated_bytes"] / call(full.http + "/v1/status")["capacity_bytes"]  # noqa: E731
+    while share() >= 0.90:  # from there on no node is full
+        moved = metric(roomy, came) - before[0]
+        assert moved <= RATE * (time.monotonic() - began + 2.0)  # a second's worth at once, and a second for what was measured late
+        assert time.monotonic() - began < 30.0
+        time.sleep(0.05)
+    master.post("/v1/policies/rebalancing", {"name": "none"}, "PUT")
+    after = [metric(roomy, came), metric(full, gone), reported(full, "dropped")]
+    assert after[0] > before[0]
+    assert after[1] - before[1] == after[2] - before[2] > 0  # nothing went but what the other one holds
+    other = umbp.connect(roomy.socket)
+    there = other.namespace(**IDENTITY)
+    lost = wrong = 0
+    for number in stored:
+        keys = umbp.page_keys(np.full(16 * 16, 70_000 + number, np.uint32), page_tokens=16)
+        here, pages = space.lookup(keys), [bytearray(PAGE) for _ in keys]
+        held = there.lookup(keys)
+        lost += int(np.count_nonzero(~(here | held)))
+        got = there.get(keys[held], [page for page, has in zip(pages, held, strict=True) if has]) if held.any() else None
+        assert got is None or got.all(umbp.ReadStatus.HIT)
+        wrong += sum(bytes(page) != bytes([number % 256]) * PAGE for page, has in zip(pages, held, strict=True) if has)
+    assert (lost, wrong) == (0, 0)
+    for each in (client, other):
+        each.close()

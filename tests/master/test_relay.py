@@ -20,13 +20,13 @@ def test_it_is_handed_on_once_with_the_time_that_is_left() -> None:
     assert relay.beat(102.0, "a") == []
 
 
-def test_a_node_that_beats_elsewhere_gets_nothing_here() -> None:
+def test_a_node_that_comes_later_gets_what_is_still_good() -> None:
     relay = Relay(1.0)
-    relay.keep(100.0, "a", [advice(1)])
-    relay.beat(100.0, "b")
-    relay.keep(104.0, "b", [advice(2)])
-    assert not relay.here(104.0, "b")
-    assert relay.beat(104.0, "a") == relay.beat(104.0, "b") == []
+    relay.keep(100.0, "a", [advice(1), advice(2, seconds=3.0)])
+    assert not relay.here(104.0, "a")
+    assert [(one.number, one.seconds) for one in relay.beat(104.0, "a")] == [(1, 6.0)]
+    assert relay.here(106.9, "a")
+    assert not relay.here(107.1, "a")
 
 
 def test_it_is_bounded_and_forgotten_with_the_node() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,14 +16,40 @@ from tests.master.test_cluster import IDENTITY, PAGE, put
 from tests.masters import MasterProcess, call, reported, until
 from tests.pools import PoolProcess
 from tests.redis_process import RedisProcess
+from umbp.errors import ConfigError
 from umbp.layout import Namespace
+from umbp.master.config import load_master_config
 from umbp.master.shared import SharedLog
 
 
-@pytest.fixture
-def store() -> Iterator[RedisProcess]:
-    with RedisProcess() as redis:
-        yield redis
+@dataclass
+class World:
+    """Two masters behind one store; a pool that begins with the first one, and one that knows the second alone."""
+
+    store: RedisProcess
+    masters: tuple[MasterProcess, MasterProcess]
+    a: PoolProcess
+    b: PoolProcess
+
+    def of_a(self) -> tuple[MasterProcess, MasterProcess]:
+        """The master that the pool a speaks to, and the other one."""
+        boot = call(self.a.http + "/v1/cluster")["master"]
+        one, two = self.masters
+        return (one, two) if one.ready["boot"] == boot else (two, one)
+
+    def synced(self) -> None:
+        for master in self.masters:
+            master.synced(self.a, self.b)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with ExitStack() as stack:
+        store = stack.enter_context(RedisProcess())
+        one, two = (stack.enter_context(MasterProcess("--store", store.url)) for _ in range(2))
+        made = World(store, (one, two), stack.enter_context(of(one, two)), stack.enter_context(of(two)))
+        made.synced()
+        yield made
 
 
 def of(*masters: MasterProcess) -> PoolProcess:
@@ -36,92 +63,96 @@ def route(master: MasterProcess, keys: Any, requester: str = "") -> list[str]:
     return [run["node"] for run in master.post("/v1/route", body)["runs"]]
 
 
-def test_any_master_answers_for_every_pool_and_goes_on_where_another_one_ended(store: RedisProcess) -> None:
-    shared = ("--store", store.url)
-    with MasterProcess(*shared) as one, MasterProcess(*shared) as two, of(one, two) as a, of(two, one) as b:
-        for master in (one, two):
-            master.synced(a, b)
-        first, second = put(a, 1, 2), put(b, 11)
-        for master in (one, two):
-            until(lambda master=master: master.locations(bytes(first[1])) == {(a.name, "dram")})
-            until(lambda master=master: master.locations(bytes(second[0])) == {(b.name, "dram")})
-            assert route(master, first) == [a.name]
-        assert set(one.get("/v1/cluster")["masters"]) == {one.http, two.http}
-        one.post(f"/v1/nodes/{b.name}/drain")
-        one.post("/v1/policies/routing", {"name": "local_first"}, "PUT")
-        until(lambda: two.nodes()[b.name]["state"] == "draining" and two.get("/v1/cluster")["policies"]["routing"] == "local_first")
-        joins, beats = reported(a, "joins"), reported(a, "unanswered")
-        one.kill()
-        third = put(a, 21)
-        until(lambda: two.locations(bytes(third[0])) == {(a.name, "dram")})
-        assert reported(a, "masters") > 0
-        assert reported(a, "unanswered") - beats <= 2
-        assert reported(a, "joins") == joins  # the registration is the same everywhere
-        b.kill()
-        until(lambda: two.states()[b.name] == "dead")  # it sweeps now, whoever did before
-        one.start()
+def test_any_master_answers_for_every_pool(world: World) -> None:
+    (one, two), a, b = world.masters, world.a, world.b
+    first, second = put(a, 1, 2), put(b, 11)
+    for master in world.masters:
+        until(lambda master=master: master.locations(bytes(first[1])) == {(a.name, "dram")})
+        until(lambda master=master: master.locations(bytes(second[0])) == {(b.name, "dram")})
+        assert route(master, first) == [a.name]
+    assert set(one.get("/v1/cluster")["masters"]) == {one.http, two.http}
+    one.post(f"/v1/nodes/{b.name}/drain")
+    one.post("/v1/policies/routing", {"name": "local_first"}, "PUT")
+    until(lambda: two.nodes()[b.name]["state"] == "draining" and two.get("/v1/cluster")["policies"]["routing"] == "local_first")
+    two.post(f"/v1/nodes/{b.name}/drain", method="DELETE")
+    until(lambda: one.nodes()[b.name]["state"] == "alive")
+
+
+def test_what_the_active_master_advises_reaches_pools_that_speak_to_another_one(world: World) -> None:
+    one, two = world.masters
+    with ExitStack() as more:
+        a = world.a if world.of_a()[0] is one else more.enter_context(of(one))  # it may have gone on to the second one by now
         one.synced(a)
-        until(lambda: one.locations(bytes(third[0])) == {(a.name, "dram")})  # it has asked for all by the log
-        client = umbp.connect(a.socket)
-        out = [bytearray(PAGE) for _ in first]
-        assert client.namespace(**IDENTITY).get(first, out).all(umbp.ReadStatus.HIT)
-        client.close()
+        two.synced(a)
+        _advised_to_both(one, two, a, world.b)
 
 
-def test_a_master_that_freezes_is_noticed_by_its_pools_within_two_heartbeats(store: RedisProcess) -> None:
+def _advised_to_both(one: MasterProcess, two: MasterProcess, a: PoolProcess, b: PoolProcess) -> None:
+    one.post("/v1/policies/placement", {"name": "rendezvous"}, "PUT")
+    until(lambda: two.get("/v1/cluster")["policies"]["placement"] == "rendezvous")
+    put(a, *range(51, 81))
+    put(b, *range(151, 181))
+    for pool in (a, b):  # one of them speaks to a master that does not advise
+        until(lambda pool=pool: reported(pool, "copied") > 0)
+    assert sorted(master.get("/v1/cluster")["advice"]["copy"] > 0 for master in (one, two)) == [False, True]
+    two.post("/v1/policies/placement", {"name": "local_first"}, "PUT")
+
+
+def test_a_master_that_freezes_is_noticed_by_its_pools_within_two_heartbeats(world: World) -> None:
     """Frozen: its connections stay open, so that nothing but the time of an answer tells. Each beat waits for one heartbeat at most."""
-    shared = ("--store", store.url)
-    with MasterProcess(*shared) as one, MasterProcess(*shared) as two, of(one, two) as a:
-        for master in (one, two):
-            master.synced(a)
-        before = {what: reported(a, what) for what in ("joins", "beats", "unanswered", "masters")}
-        one.signal(signal.SIGSTOP)
+    a, (frozen, other) = world.a, world.of_a()
+    before = {what: reported(a, what) for what in ("joins", "beats", "unanswered", "masters")}
+    frozen.signal(signal.SIGSTOP)
+    try:
         until(lambda: reported(a, "masters") > before["masters"])
         unanswered = reported(a, "unanswered") - before["unanswered"]
         assert 1 <= unanswered <= 2
         keys = put(a, 41)
-        until(lambda: two.locations(bytes(keys[0])) == {(a.name, "dram")})
+        until(lambda: other.locations(bytes(keys[0])) == {(a.name, "dram")})
         until(lambda: reported(a, "beats") > before["beats"] + 10)
         assert reported(a, "unanswered") - before["unanswered"] == unanswered  # the other one answers
         assert reported(a, "joins") == before["joins"]
-        assert f"{a.name} dead" not in two.log()
-        one.signal(signal.SIGCONT)
-        until(lambda: one.locations(bytes(keys[0])) == {(a.name, "dram")})  # by the log, when it is back
+        assert f"{a.name} dead" not in other.log()
+    finally:
+        frozen.signal(signal.SIGCONT)
+    until(lambda: frozen.locations(bytes(keys[0])) == {(a.name, "dram")})  # by the log, when it is back
 
 
-def test_what_the_active_master_advises_reaches_a_pool_that_speaks_to_another_one(store: RedisProcess) -> None:
-    shared = ("--store", store.url)
-    with MasterProcess(*shared) as one, MasterProcess(*shared) as two, of(two) as a, of(two) as b:
-        until(lambda: "this master is the active one" in one.log())
-        for master in (one, two):
-            master.synced(a, b)
-        one.post("/v1/policies/placement", {"name": "rendezvous"}, "PUT")
-        until(lambda: two.get("/v1/cluster")["policies"]["placement"] == "rendezvous")
-        keys = put(a, *range(51, 81))
-        until(lambda: any((b.name, "dram") in one.locations(bytes(key)) for key in keys))
-        assert one.get("/v1/cluster")["advice"]["copy"] > 0
-        assert two.get("/v1/cluster")["advice"]["copy"] == 0
+def test_pools_go_on_with_the_next_master_where_the_one_before_ended(world: World) -> None:
+    a, b, (killed, other) = world.a, world.b, world.of_a()
+    first = put(a, 1, 2)
+    before = {what: reported(a, what) for what in ("joins", "unanswered", "masters")}
+    killed.kill()
+    third = put(a, 21)
+    until(lambda: other.locations(bytes(third[0])) == {(a.name, "dram")})
+    assert reported(a, "masters") > before["masters"]
+    assert reported(a, "unanswered") - before["unanswered"] <= 2
+    assert reported(a, "joins") == before["joins"]  # the registration is the same everywhere
+    b.kill()
+    until(lambda: other.states()[b.name] == "dead")  # it sweeps now, whoever did before
+    killed.start()
+    killed.synced(a)
+    until(lambda: killed.locations(bytes(third[0])) == {(a.name, "dram")})  # it has asked for all by the log
+    client = umbp.connect(a.socket)
+    out = [bytearray(PAGE) for _ in first]
+    assert client.namespace(**IDENTITY).get(first, out).all(umbp.ReadStatus.HIT)
+    client.close()
 
 
-def test_masters_answer_without_the_store_and_know_all_again_when_it_comes_back_empty(store: RedisProcess) -> None:
-    shared = ("--store", store.url)
-    with ExitStack() as stack:
-        one, two = (stack.enter_context(MasterProcess(*shared)) for _ in range(2))
-        a = stack.enter_context(of(one, two))
-        for master in (one, two):
-            master.synced(a)
-        keys = put(a, 1, 2)
-        for master in (one, two):
-            until(lambda master=master: len(master.locations(bytes(keys[1]))) == 1)
-        store.kill()
-        until(lambda: any("store" in line for line in call(one.http + "/readyz")["warnings"]))
-        assert route(one, keys) == route(two, keys) == [a.name]
-        late = put(a, 31)  # the pool serves its own
-        store.start()
-        for master in (one, two):
-            until(lambda master=master: master.locations(bytes(late[0])) == {(a.name, "dram")})
-            assert master.states()[a.name] == "alive"
-        until(lambda: not any(call(master.http + "/readyz")["warnings"] for master in (one, two)))
+def test_masters_answer_without_the_store_and_know_all_again_when_it_comes_back_empty(world: World) -> None:
+    (one, two), a = world.masters, world.a
+    keys = put(a, 3, 4)
+    for master in world.masters:
+        until(lambda master=master: len(master.locations(bytes(keys[1]))) == 1)
+    world.store.kill()
+    until(lambda: any("store" in line for line in call(one.http + "/readyz")["warnings"]))
+    assert route(one, keys) == route(two, keys) == [a.name]
+    late = put(a, 31)  # the pool serves its own
+    world.store.start()
+    for master in world.masters:
+        until(lambda master=master: master.locations(bytes(late[0])) == {(a.name, "dram")})
+        assert master.states()[a.name] == "alive"
+    until(lambda: not any(call(master.http + "/readyz")["warnings"] for master in world.masters))
 
 
 def test_a_store_that_nobody_listens_at_is_said_and_waited_for() -> None:
@@ -136,8 +167,8 @@ def test_a_store_that_nobody_listens_at_is_said_and_waited_for() -> None:
 
 
 def test_a_bad_url_of_a_store_stops_the_start() -> None:
-    with pytest.raises(AssertionError, match="neither embedded nor the URL of a Redis"), MasterProcess("--store", "mysql://x"):
-        pass
+    with pytest.raises(ConfigError, match="neither embedded nor the URL of a Redis"):
+        load_master_config(["--store", "mysql://x"], {})
 
 
 @pytest.mark.parametrize("error", [None, ConnectionError("lost meanwhile")])

@@ -1,10 +1,11 @@
 """Advice for nodes that speak to another master than the active one, which alone advises (`umbp.master.shared`).
 
-The active master enters what it has for a node that does not beat here into the log; the one that the node does beat at hands it on with
-the next heartbeat. What a node answers is in its heartbeats, which all masters hear. An advice says for how many seconds it is good: the
-time that it waits here is taken off, and one that is over is not handed on.
+The active master enters what it has for a node that does not beat here into the log. All masters keep it, and the one that the node beats
+at next hands it on. A node that goes on to another one may hear it twice, which does no harm: copies and drops that are done are done. What
+a node answers is in its heartbeats, which all masters hear. An advice says for how many seconds it is good: the time that it waits here is
+taken off, and one that is over is not handed on.
 
-Bounded: nodes that beat here, advice a node. An advice that is lost is given again, since the pages are still as they were.
+Bounded: nodes, advice a node. An advice that is lost is given again, since the pages are still as they were.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Relay:
         return f"<Relay of {len(self._beats)} nodes, {sum(map(len, self._kept.values()))} advice>"
 
     def beat(self, now: float, node: str) -> list[say.Advice]:
-        """The node beats here, or has just joined: what other masters have for it."""
+        """The node beats here, or has just joined: what the active master has for it."""
         self._beats[node] = now
         aged = [(now - at, advice) for at, advice in self._kept.pop(node, [])]
         return [msgspec.structs.replace(advice, seconds=advice.seconds - age) for age, advice in aged if advice.seconds > age]
@@ -39,11 +40,10 @@ class Relay:
         return now - self._beats.get(node, -self._here_seconds) < self._here_seconds
 
     def keep(self, now: float, node: str, advice: list[say.Advice]) -> None:
-        """For a node's next heartbeat, if it beats here."""
-        if self.here(now, node):
-            kept = self._kept.setdefault(node, [])
-            kept += [(now, one) for one in advice]
-            del kept[: max(0, len(kept) - PER_NODE_MAX)]
+        """For a node's next heartbeat, if that comes here."""
+        kept = self._kept.setdefault(node, [])
+        kept += [(now, one) for one in advice]
+        del kept[: max(0, len(kept) - PER_NODE_MAX)]
 
     def forget(self, live: set[str]) -> None:
         """Only these nodes are there."""

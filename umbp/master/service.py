@@ -358,6 +358,7 @@ class MasterService:
         now, ledger = self.now(), self.core.advisor.ledger
         for node in [node for node in ledger.by_node if not self.relay.here(now, node)]:
             if advice := [_advice(self.core, one, now) for one in ledger.take(node)]:
+                self.relay.keep(now, node, advice)  # it may only have been late
                 with suppress(Unavailable):  # then it is over after a while, and given again
                     await self.store.enter("advice", node, msgspec.json.encode(advice))
 
