@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import Child, Wire, bytes_of, eventually, half_a_put, keys_of, open_namespace, rss_bytes, values_of
+from tests.field.people import SLACK_SECONDS, Child, Wire, bytes_of, eventually, half_a_put, keys_of, open_namespace, rss_bytes, values_of
 from tests.pools import ROOT, PoolProcess
 from umbp import ReadStatus, WriteStatus
 
@@ -111,14 +111,14 @@ def test_killed_reader_gives_back_leases_and_pins_at_once_and_nobody_waits() -> 
                 assert engine.hear() == count
                 assert (pool.status()["leases"], pool.status()["pins"]) == (1, 1)
                 engine.kill()
-                deadline = time.monotonic() + 5
+                deadline = time.monotonic() + 30
                 while (status := pool.status())["leases"] or status["pins"] or status["sessions"] != 1:
                     assert time.monotonic() < deadline, status
                     start = time.monotonic()
                     assert space.get(keys_of(5), out).all(ReadStatus.HIT)
                     slowest = max(slowest, time.monotonic() - start)
             assert pool.status()["evictable_keys"] == count
-        assert slowest < 1.0
+        assert slowest < 1.0 + SLACK_SECONDS
         assert rss_bytes(server.pid) < before + 8 * MIB
         assert space.put(keys_of(*range(1000, 1000 + count)), values_of(range(1000, 1000 + count), size)).all(WriteStatus.STORED)
 
@@ -222,13 +222,12 @@ def test_close_is_bounded_without_a_pool(state: str) -> None:
             server.kill()
         else:
             server.signal(19)
-        start = time.monotonic()
         threads = [threading.Thread(target=pool.close) for pool in pools]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(5.0)
-        assert time.monotonic() - start < 5.0
+            thread.join(5.0 + SLACK_SECONDS)
+        assert not any(thread.is_alive() for thread in threads)
         for pool in pools:
             pool.close()
             with pytest.raises(umbp.Unavailable):
@@ -249,10 +248,10 @@ def test_frozen_pool_delays_no_read_and_no_call_for_ever() -> None:
         for _ in range(100):
             assert space.lookup(keys_of(1)).all()
             assert space.get(keys_of(1), out).all(ReadStatus.HIT)
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 1.0 + SLACK_SECONDS
         assert space.put(keys_of(2), values_of([2], 4096)).all(WriteStatus.UNAVAILABLE)
         assert space.put(keys_of(2), values_of([2], 4096)).all(WriteStatus.UNAVAILABLE)
-        assert time.monotonic() - start < 9.0
+        assert time.monotonic() - start < 9.0 + 2 * SLACK_SECONDS
         server.signal(18)
         eventually(lambda: pool.connected, "connected again")
         assert space.put(keys_of(2), values_of([2], 4096)).all(WriteStatus.STORED, WriteStatus.EXISTS)
@@ -272,7 +271,7 @@ def test_clean_stop_keeps_or_releases_memory_and_never_its_socket() -> None:
         with umbp.connect(server.socket) as pool:  # a client that is connected does not hold up the stop
             start = time.monotonic()
             assert server.stop() == 0
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < 5.0 + SLACK_SECONDS
         assert not list(server.shm_dir.iterdir())
 
 

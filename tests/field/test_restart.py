@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import Child, bytes_of, cpu_seconds, eventually, half_a_put, keys_of, open_namespace, values_of
+from tests.field.people import SLACK_SECONDS, Child, bytes_of, cpu_seconds, eventually, half_a_put, keys_of, open_namespace, values_of
 from tests.pools import PoolProcess
 from umbp import ReadStatus, WriteStatus
 from umbp.client import mover
@@ -46,7 +46,7 @@ def _collect(child: Child, into: set[int], until: float) -> None:
         except AssertionError:
             return
         assert not odd, odd
-        assert seconds < 3, seconds
+        assert seconds < 3 + SLACK_SECONDS, seconds
         into.update(stored)
 
 
@@ -73,7 +73,7 @@ def test_pool_killed_in_the_middle_of_puts_serves_what_it_acknowledged() -> None
                 assert space.put(keys_of(1), values_of([1], size)).all(WriteStatus.UNAVAILABLE)
                 with space.lease(keys_of(*range(8))) as lease:
                     assert not lease.held.any()
-                assert time.monotonic() - start < 1.0
+                assert time.monotonic() - start < 1.0 + SLACK_SECONDS
                 for listener in listeners:
                     listener.join()
                 server.restart()
@@ -84,7 +84,7 @@ def test_pool_killed_in_the_middle_of_puts_serves_what_it_acknowledged() -> None
                 assert (out == values_of(everything, size)).all()
             for writer, seen in zip(writers, stored, strict=True):
                 before = len(seen)
-                deadline = time.monotonic() + 10
+                deadline = time.monotonic() + 60
                 while len(seen) <= before:  # each writer is connected again, and stores
                     assert time.monotonic() < deadline
                     _collect(writer, seen, time.monotonic() + 0.2)

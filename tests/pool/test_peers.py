@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import eventually, keys_of, open_namespace, values_of
+from tests.field.people import SLACK_SECONDS, eventually, keys_of, open_namespace, values_of
 from tests.master.test_bad_days import Wire
 from tests.masters import call
 from tests.pools import PoolProcess
@@ -236,7 +236,7 @@ def test_a_killed_peer_costs_its_pages_and_little_time(nodes: tuple[Node, Node],
     c.pool.kill()
     began = time.monotonic()
     statuses = b.get(*range(200, 250), *range(110), deadline=1.0)
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 1.0 + SLACK_SECONDS
     assert statuses[:50].all(HIT)
     assert statuses[50:150].all(FAILED, MISS)
     assert statuses[150:].all(HIT)
@@ -244,7 +244,7 @@ def test_a_killed_peer_costs_its_pages_and_little_time(nodes: tuple[Node, Node],
     began = time.monotonic()
     for number in range(100):
         assert b.get(number, deadline=1.0).all(MISS, FAILED)
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 5.0 + 2 * SLACK_SECONDS  # where each took its deadline it would be 100 s
 
 
 def test_a_frozen_peer_costs_its_pages_and_the_deadline_holds(
@@ -281,7 +281,7 @@ def test_a_frozen_peer_costs_its_pages_and_the_deadline_holds(
         took = time.monotonic() - began
         stop.set()
         thread.join(10)
-        assert took < 2.0
+        assert took < 1.0 + SLACK_SECONDS
         assert statuses[:20].all(HIT)
         assert statuses[20:40].all(FAILED, BUSY, MISS)
         assert statuses[40:].all(HIT)
@@ -307,7 +307,7 @@ def test_a_peer_that_hears_and_cannot_answer_costs_its_pages_and_the_deadline_ho
         for numbers in (range(2, 8), range(8, 14)):  # on the connection that there is, and on a new one
             began = time.monotonic()
             statuses = b.get(*numbers, *range(40, 50), deadline=0.8)
-            assert time.monotonic() - began < 2.0
+            assert time.monotonic() - began < 0.8 + SLACK_SECONDS
             assert statuses[:6].all(FAILED, MISS, BUSY)
             assert statuses[6:].all(HIT)
             time.sleep(1.1)  # it is not suspect any more
@@ -330,7 +330,7 @@ def test_a_wrong_address_is_found_out_by_who_answers_there(nodes: tuple[Node, No
         master.add(a.pool, a.space, keys_of(4), addresses={"carrier-pigeon": "coop 7"}, node="pigeon")
         began = time.monotonic()
         statuses = b.get(1, 2, 3, 4, deadline=1.0)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 1.0 + SLACK_SECONDS
     assert statuses[0] == HIT
     assert statuses[1:].all(FAILED, MISS, BUSY)
     assert {"deaf", "nonsense", "pigeon", a.pool.name} <= {node for node, _ in master.failed}
@@ -405,10 +405,10 @@ def test_a_master_that_is_slow_or_gone_leaves_what_is_here() -> None:
         other.delay = 5.0
         began = time.monotonic()
         assert node.get(1, 2, deadline=1.0) == [HIT, MISS]
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 1.0 + SLACK_SECONDS
         began = time.monotonic()
         for _ in range(20):
             assert node.get(1, 2, deadline=1.0) == [HIT, MISS]
             assert node.space.locate(keys_of(1, 2)).tolist() == [Tier.DRAM, NOWHERE]
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 2.0 + SLACK_SECONDS  # where each asked the master it would be 20 s
         node.client.close()

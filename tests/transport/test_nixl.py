@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import eventually, keys_of, open_namespace, values_of
+from tests.field.people import SLACK_SECONDS, eventually, keys_of, open_namespace, values_of
 from tests.pools import PoolProcess
 from tests.signpost import Signpost
 from umbp import ReadStatus, WriteStatus
@@ -99,7 +99,7 @@ def test_a_frozen_peer_is_bounded_and_its_late_bytes_harm_nobody(nodes: Nodes) -
     try:
         began = time.monotonic()
         statuses = got(mine, numbers, 0.6)
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 0.6 + SLACK_SECONDS
         assert statuses[0] == HIT
     finally:
         nodes.a.signal(signal.SIGCONT)
@@ -132,4 +132,4 @@ def test_a_killed_peer_fails_its_pages(nodes: Nodes) -> None:
     nodes.a.kill()
     began = time.monotonic()
     assert not got(mine, range(2, 3), 1.0).where(HIT).any()
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 1.0 + SLACK_SECONDS
