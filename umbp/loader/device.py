@@ -9,6 +9,7 @@ Where the segment cannot be registered the same pages go through `umbp.loader.bo
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,20 +109,25 @@ class DeviceMover:
             with self.runtime.use(), self.runtime.on(self.stream):
                 window = Window.of(alias, offsets, slots[None, :], self.runtime.device)
                 load.hold_start()  # behind the table, whose copy the host waits for
-                for first, last in layer_groups(self.layer_bytes[begin:end], pages=len(slots), readers=1):
-                    first, last = begin + first, begin + last
-                    size = sum(self.layer_bytes[first:last]) * len(slots)
-                    if not convoy.admit(size):
-                        return False
-                    if size:
-                        self.kernels.page_load(window, self.table(first, last), rank=0, blocks=self.blocks)
-                    convoy.add(self.runtime.mark(), layers=last, nbytes=size)
-                    taken.own += size
-                    load.read_bytes = taken.segment
-            return convoy.drain()
+                groups = layer_groups(self.layer_bytes[begin:end], pages=len(slots), readers=1)
+                queued = self.queue(window, [(begin + first, begin + last) for first, last in groups], convoy, taken)
+            return queued and convoy.drain()
         finally:
             convoy.drain()  # also after an error: the slots are not let go before the device is through
             load.let_go()
+
+    def queue(self, window: Window, groups: Sequence[tuple[int, int]], convoy: Convoy, taken: Taken) -> bool:
+        """Queue the loads of this window, a layer group after the other, on the current stream. False if it is over before the last."""
+        for first, last in groups:
+            size = sum(self.layer_bytes[first:last]) * window.pages
+            if not convoy.admit(size):
+                return False
+            if size:
+                self.kernels.page_load(window, self.table(first, last), rank=0, blocks=self.blocks)
+            convoy.add(self.runtime.mark(), layers=last, nbytes=size)
+            taken.own += size
+            convoy.load.read_bytes = taken.segment
+        return True
 
     def save(self, data: U8, offsets: I64, slots: I64) -> None:
         """See `Mover.save`."""

@@ -219,15 +219,8 @@ class PushParty:
         mover = self.mover
         with mover.runtime.on(mover.stream):
             window = Window.of(alias, offsets[parts.pages], parts.slots[None, :], mover.runtime.device)
-            for first, last in dealt.groups:
-                size = sum(mover.layer_bytes[first:last]) * window.pages
-                if not convoy.admit(size):
-                    return False
-                if size:
-                    mover.kernels.page_load(window, mover.table(first, last), rank=0, blocks=mover.blocks)
-                convoy.add(mover.runtime.mark(), layers=last, nbytes=size)
-                taken.own += size
-        return convoy.drain()
+            queued = mover.queue(window, dealt.groups, convoy, taken)
+        return queued and convoy.drain()
 
     def _fused(self, dealt: Deal, parts: Parts, offsets: I64, alias: int, convoy: Convoy, taken: Taken) -> tuple[bool, tuple[int, ...]]:
         """Push the own window, wait for the others'. Whether it is done, and the seats that were lost."""
