@@ -84,7 +84,7 @@ async def test_memory_ahead_that_nobody_uses_is_given_back(space: Any, pool: Any
         status = await pool.status()
         return bool(status["used_bytes"] == sum(each["held_bytes"] for each in status["namespaces"]))
 
-    await until(back)
+    await until(back)  # the background of a plain client slept when it was given
 
 
 async def test_memory_ahead_is_not_for_other_numbers_of_pages_nor_after_a_quota(space: Any, pool: Any, server: PoolProcess) -> None:
@@ -98,3 +98,17 @@ async def test_memory_ahead_is_not_for_other_numbers_of_pages_nor_after_a_quota(
     for start in range(200, 240, 2):
         assert await put_series(space, [start, start + 1]) == [["stored"] * 2]
     assert sum((await space.lookup(keys_of(*range(200, 240)))).tolist()) <= 8, "the quota holds"
+
+
+def test_memory_ahead_is_no_reason_to_refuse_a_put() -> None:
+    """All but what this client has ahead is leased: a put of another number of pages gets that too."""
+    with PoolProcess("--watermark-high", "1.0", "--watermark-low", "0.99", "--lease-share", "1.0", dram="1MiB") as server:
+        count = server.ready["dram_bytes"] // SIZE - 1
+        with umbp.connect(server.socket) as pool:
+            space = pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE))
+            for number in range(count):
+                assert space.put(keys_of(number), values_of([number], SIZE))[0].code == "stored"
+            assert f"umbp_spare_bytes {SIZE}.0" in http(f"{server.http}/metrics"), "none was given: this shows nothing"
+            with space.lease(keys_of(*range(count))) as lease:
+                assert lease.held.all()
+                assert [each.code for each in space.put(keys_of(100, 101), values_of([100, 101], SIZE))] == ["stored", "all_leased"]

@@ -29,7 +29,7 @@ class Run:
 
     def __init__(self, seed: int, eviction: str) -> None:
         self.random = random.Random(seed)
-        self.world = World(1 << 20, 256, eviction=eviction, reservation_seconds=5.0, lease_seconds_max=8.0)
+        self.world = World(1 << 20, 512, eviction=eviction, reservation_seconds=5.0, lease_seconds_max=8.0)
         self.rows = [open_namespace(self.world.pool, f"ns{size}", size) for size in SIZES]
         self.model = Model()
         self.now = 1000.0
@@ -93,7 +93,8 @@ class Run:
         number = self.random.choice(list(self.model.spares))
         session, index, count, expires, offsets = self.model.spares.pop(number)
         other = self.random.random() < 0.1
-        row, keys = self.rows[(index + other) % 3], self.some_keys()[: count + self.random.choice((0, 0, 0, 1))]
+        shift = self.random.choice((0, 40))  # only what is new as a whole is filled ahead
+        row, keys = self.rows[(index + other) % 3], [key + shift for key in self.some_keys()[: count + self.random.choice((0, 0, 0, 1))]]
         self.pool.use_spare(self.now, session, row, number, keys_of(*keys), b"", self.pool.namespaces[row].account.number)
         fits = not self.pool.writes.open[number].blank
         assert not fits or (not other and len(keys) <= count and expires > self.now and len(set(keys)) == len(keys))

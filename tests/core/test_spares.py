@@ -1,14 +1,18 @@
 """Memory ahead of a put, from the commit that gives it to every end that it can have (`core.script` says what the lines mean)."""
 
+import functools
+
+import core.script
 import numpy as np
-from core.script import play
 from core.world import World, keys_of, open_namespace, put
 
 from umbp.core.spares import BYTES_MAX, SHARE
+from umbp.core.writes import RESERVATIONS_PER_SESSION_MAX
 from umbp.store.index import W_OFFSET
 from umbp.types import WriteStatus
 
 OPEN = "open a 4096\n"
+play = functools.partial(core.script.play, entries=256)
 
 
 def test_what_is_filled_ahead_is_visible_after_its_commit_only() -> None:
@@ -204,9 +208,38 @@ def test_it_costs_no_eviction_and_is_bounded() -> None:
     assert large.pool.give_spare(0.0, 2, account, 6) is not None
 
 
+def test_what_is_ready_goes_back_before_anyone_is_refused() -> None:
+    play(
+        f"""{OPEN}
+        1> spare a 1 as s -> 1
+        1> use s a 1                    # and one page is ready for the next
+        2> put a 2-31 -> {" ".join(["stored"] * 30)}
+        2> pin a 2-31 as p -> 30
+        2> put a 32 -> stored
+        2> put a 33 -> stored           # in the place of 32
+        2> pin a 33 as q -> 1
+        2> put a 34 -> all_leased
+        1> commit s -> stored
+        1> spare a 1 as t -> 0
+        """,
+        capacity_bytes=32 * 4096,
+        watermark_high=1.0,
+        watermark_low=0.99,
+    )
+
+
+def test_memory_ahead_does_not_count_as_an_open_write() -> None:
+    world = World(1 << 24, 16384)
+    row = open_namespace(world.pool, "a", 256)
+    account = world.pool.find_namespace(row).account
+    assert all(world.pool.give_spare(0.0, 1, account, 1) for _ in range(RESERVATIONS_PER_SESSION_MAX))
+    assert world.pool.give_spare(0.0, 1, account, 1) is None
+    assert put(world.pool, row, 1, session=1) == ["stored"]
+
+
 def test_entries_stay_reserved_while_they_get_their_keys() -> None:
     """Their writer is at it: after a crash at any moment of it the memory must not be anybody's."""
-    world = World(1 << 20, 64)
+    world = World(1 << 20, 256)
     row = open_namespace(world.pool, "a", 4096)
     account = world.pool.find_namespace(row).account
     made = world.pool.give_spare(0.0, 1, account, 3)

@@ -175,6 +175,7 @@ class Link:
         self.namespaces: list[Opened] = []
         self.leases: dict[int, Lease] = {}  # those of this session, by number
         self.owed: set[Bond] = set()
+        self.keeps_spares = False  # there may be some, to be given back if nobody uses them
         self._filling: Counter[Bond] = Counter()
         self._notes: deque[tuple[int, U8, int]] = deque()
         self._note_bytes = 0
@@ -328,8 +329,7 @@ class Link:
         for bond in self.settled():
             yield Call(wire.LetGo(bond.session))
             self.owed.discard(bond)
-        for spare in self._idle_spares(time.monotonic()):
-            yield spare.returned()
+        yield from self.return_spares(SPARE_SECONDS)
         if due := self.due_for_renewal(time.monotonic()):
             asked = time.monotonic()
             reply, _ = yield Call(wire.Renew([lease.number for lease in due]))
@@ -337,8 +337,21 @@ class Link:
         if (notes := self.take_notes()) is not None:
             yield notes
 
-    def _idle_spares(self, now: float) -> Iterator[Spare]:
-        """Memory for puts that did not come, taken off the queues."""
+    def return_spares(self, idle_seconds: float) -> Operation[bool]:
+        """Give back the memory for next puts that has not been used for so long; whether there was any."""
+        some = False
+        for opened, spare in self._idle_spares(time.monotonic() - idle_seconds):
+            try:
+                yield spare.returned()
+            except BaseException:  # not sent, or the connection is over: nobody else would give it back
+                opened.spares.append(spare)
+                raise
+            some = True
+        return some
+
+    def _idle_spares(self, before: float) -> Iterator[tuple[Opened, Spare]]:
+        """Memory that was asked for before this time, taken off the queues."""
+        self.keeps_spares = False
         for opened in self.namespaces:
             for _ in range(len(opened.spares)):
                 try:
@@ -347,10 +360,11 @@ class Link:
                     break
                 if spare.bond is not self.bond:
                     continue
-                if now < spare.asked + SPARE_SECONDS:
+                if spare.asked > before:
                     opened.spares.append(spare)
+                    self.keeps_spares = True
                 else:
-                    yield spare
+                    yield opened, spare
 
     def seconds_to_renewal(self, now: float) -> float:
         """Time until the next lease wants renewal, at most 10 s."""

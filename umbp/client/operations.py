@@ -46,6 +46,7 @@ RELEASE_SECONDS_MAX = 2.0  # who does not hear of it in this time takes the leas
 LEASE_SECONDS_MIN = 2.0  # a shorter lease is waited for this long
 Fill = Callable[[I64, U8, I64], None]
 """(which items of the batch, the segment's data, their offsets in it): write those objects, and return only when it is done."""
+NO_ROOM = [WriteStatus.ALL_LEASED.value, WriteStatus.FRAGMENTED.value, WriteStatus.KEY_LIMIT.value]
 VERIFY = ("never", "sampled", "always")
 SAMPLE_ONE_IN = 16
 
@@ -329,6 +330,9 @@ class Operations:
         if codes is None:
             wanted = self.opened.pages_ahead(len(keys), self.object_bytes) if ahead else 0
             codes = yield from self._write(bond, number, keys, items, fill, parent, wanted)
+        refused = np.flatnonzero(np.isin(codes, NO_ROOM))
+        if len(refused) and (yield from self.link.return_spares(0.0)):  # what is kept for the next put is no reason to refuse this one
+            codes[refused] = yield from self._write(bond, number, keys[refused], items[refused], fill, b"", 0)
         status[:] = codes
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
@@ -402,6 +406,7 @@ class Operations:
             status: U8 = result.take(np.uint8, done.n)
             if done.k:
                 self.opened.spares.append(Spare(bond, done.spare, result.take(np.int64, done.k), asked, self.link.spare_seconds))
+                self.link.keeps_spares = True
         return None if done.unused else status
 
     # -- removal and pins --------------------------------------------------------------------------------------------------------------

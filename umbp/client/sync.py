@@ -23,7 +23,7 @@ from umbp.client import fetches
 from umbp.client.address import socket_path
 from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
-from umbp.client.link import ClientStatistics, Link, Opened
+from umbp.client.link import SPARE_SECONDS, ClientStatistics, Link, Opened
 from umbp.client.operations import Fill, Operations
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, run
 from umbp.client.waker import Waker
@@ -143,6 +143,7 @@ class Pool:
         self._lock = threading.RLock()
         self._waker = Waker()
         self._stop = False
+        self._sleeps_long = False  # the background thread, longer than memory for a next put may be kept
         self._thread: threading.Thread | None = None
         self._connect()
         self._start()
@@ -266,7 +267,9 @@ class Pool:
 
     def noted(self) -> None:
         """There may be notes to send, or a copy has ended that the pool waits for."""
-        if self._link.owed or self._link.notes_kept() == 1 or self._link.notes_due():
+        link = self._link
+        if link.owed or link.notes_kept() == 1 or link.notes_due() or (link.keeps_spares and self._sleeps_long):
+            self._sleeps_long = False
             self._waker.wake()
 
     # -- the background ----------------------------------------------------------------------------------------------------------------
@@ -338,6 +341,9 @@ def _background(reference: weakref.ref[Pool]) -> None:
         if pool is None or pool._stop:
             return
         wait, backoff = pool._round(backoff)
+        pool._sleeps_long = wait > SPARE_SECONDS
+        if pool._link.keeps_spares:  # asked after that is said: a put looks the other way round
+            wait = min(wait, SPARE_SECONDS)
         waker, connection = pool._waker, pool._connection
         socket_fd = connection.fileno() if connection is not None else -1  # asked once: another thread may be closing it
         del pool, connection

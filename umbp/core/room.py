@@ -16,6 +16,7 @@ found out once for all ids, and the policy is not asked to walk over the others 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,7 @@ class Room:
     def __init__(self, objects: Objects, watermarks: Watermarks) -> None:
         self.objects = objects
         self.watermarks = watermarks
+        self.reclaim: Callable[[], bool] = lambda: False  # memory that is kept ready for nobody in particular, before a refusal
         self._draining = False
 
     def __repr__(self) -> str:
@@ -68,10 +70,12 @@ class Room:
         if objects.free_ids < count:
             self._evict(now, count - objects.free_ids)
             if objects.free_ids < count:
+                self.reclaim()
+            if objects.free_ids < count:
                 count, reason = objects.free_ids, WriteStatus.KEY_LIMIT
         offsets = objects.allocator.allocate(size, count)
         while len(offsets) < count:
-            if not self._free_some(now, size, count - len(offsets), offsets):
+            if not self._free_some(now, size, count - len(offsets), offsets) and not self.reclaim():
                 reason = WriteStatus.ALL_LEASED if objects.evictable == 0 else WriteStatus.FRAGMENTED
                 break
             more = objects.allocator.allocate(size, min(count - len(offsets), objects.free_ids - len(offsets)))

@@ -14,8 +14,12 @@ so that of a put's work only the commit is waited for. A spare is a reservation 
 It is a reservation in all that follows: given back when its session's process is gone or lets go, an orphan at its time limit (one that was
 never given is free then), an orphan after a restart of the pool. It is a favour: there is none where a quota or an admission policy has a
 say in each put, none that would cost an eviction (room above the high watermark is not touched), at most `BYTES_MAX` a session, and one in
-`SHARE` bytes of the pool. A put without one reserves first. Whoever cannot use its spare, since it is over, some of the pages are stored or
-on their way already, or the namespace has a quota by now, is told so at the commit, and reserves.
+`SHARE` bytes and keys of the pool. What is ready goes back before anyone is refused for want of room, and clients give back what they were
+given before they take a refusal. What other clients were given, and may be filling, stays: for a second it can be what lacks where leases
+and pins leave no more than that of the pool.
+
+A put without one reserves first. Whoever cannot use its spare, since it is over, some of the pages are stored or on their way already, or
+the namespace has a quota by now, is told so at the commit, and reserves.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import numpy as np
 
 from umbp.core.objects import Account, Objects
 from umbp.core.room import Room
-from umbp.core.writes import Reservation, Writes
+from umbp.core.writes import RESERVATIONS_PER_SESSION_MAX, Reservation, Writes
 from umbp.store.index import place_word
 
 BYTES_MAX = 16 << 20  # of one session: larger batches copy so long that the wait for memory is little beside it
@@ -42,8 +46,9 @@ class Spares:
         self.writes = writes
         self.limbo = limbo
         self.seconds = seconds
-        self.bytes_max = objects.allocator.capacity_bytes // SHARE
+        self.bytes_max, self.keys_max = objects.allocator.capacity_bytes // SHARE, objects.capacity // SHARE
         self._ready: dict[int, int] = {}  # by session, the reservation that is ready and not given
+        room.reclaim = self.take_back
 
     def __repr__(self) -> str:
         return f"<Spares {self.writes.blank_bytes} of {self.bytes_max} bytes, {len(self._ready)} ready>"
@@ -62,7 +67,8 @@ class Spares:
             not count
             or held + wanted > BYTES_MAX
             or self.writes.blank_bytes + wanted > self.bytes_max
-            or not self.writes.may_start(session)
+            or self.writes.blank_keys + count > self.keys_max
+            or len(self.writes.by_session.get(session, ())) >= RESERVATIONS_PER_SESSION_MAX
         ):
             return None
         offsets = self.room.take_free(size, count)
@@ -83,6 +89,13 @@ class Spares:
             made.given = True
         return made
 
+    def take_back(self) -> bool:
+        """Give back all that is ready and not given: somebody has no room. False if there is none."""
+        held = self.writes.blank_bytes
+        for session in list(self._ready):
+            self.end_session(session)
+        return self.writes.blank_bytes < held
+
     def end_session(self, session: int) -> None:
         """The session's connection is closed: it is given none any more."""
         made = self.writes.open.get(self._ready.pop(session, 0))
@@ -95,3 +108,4 @@ class Spares:
             made = self.writes.open.get(number)
             assert made is None or (made.session == session and made.blank and not made.given and not made.expired)
         assert self.writes.blank_bytes <= self.bytes_max
+        assert self.writes.blank_keys <= self.keys_max

@@ -193,8 +193,9 @@ class Writes:
         self.by_session.setdefault(session, set()).add(made.number)
 
     def may_start(self, session: int) -> bool:
-        """Whether this session may open one more; those that expired count until their writer lets go."""
-        return len(self.by_session.get(session, ())) < RESERVATIONS_PER_SESSION_MAX
+        """Whether this session may open one more; those that expired count until their writer lets go, blank ones do not."""
+        held = self.by_session.get(session, ())
+        return len(held) < RESERVATIONS_PER_SESSION_MAX or sum(not self.open[n].blank for n in held) < RESERVATIONS_PER_SESSION_MAX
 
     def expire(self, now: float) -> int:
         """Orphan what is over its time; how many reservations."""

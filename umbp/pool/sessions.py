@@ -210,6 +210,8 @@ class Session(asyncio.Protocol):
         blob.end()
         pool = self.server.pool
         made = pool.writes.open.get(message.number)
+        if made is not None and made.session != self.session:
+            made = None
         unused = made is not None and made.blank
         status = pool.begin_commit(now, self.session, message.number, filled, sums)
         spare = pool.give_spare(now, self.session, made.account, message.spare) if made and not unused else None
