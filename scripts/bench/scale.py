@@ -6,10 +6,8 @@ A sample of the keys is entered for all nodes into a directory that has as many 
 what they depend on: memory with keys; events and routes with cache misses, which is why two samples of different size say how they
 grow. Everything that the master knows of nodes (members, links, advice) is at full size. ``limit`` says what ends first, and what lifts it.
 
-Sharding, on paper. A key belongs to the master that owns its part of the hash (`KeyTable.hashes` over S ranges). Pools split their bundles
-by the same function, and a question goes to all S at once; each answers with the places of its keys (`Directory.locations`), and
-whoever was asked joins the columns and plans. A plan needs nothing else of the directory, so the cut is there; membership and costs are
-small and every master has them. S masters hold S times the keys and take S times the events; a route costs the slowest answer.
+Sharding by key is designed in the head of `umbp.core.master`: S masters hold S times the keys and take S times the events; a route costs
+the slowest of their answers, and membership and costs, which are small, are at each.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from tests.core.cluster import DIGEST, DRAM, GIB, PAGE_BYTES, SSD, Cluster, Node, runs, words
+from umbp.core.directory import Locations
+from umbp.core.master import Part
 from umbp.core.membership import DEAD, SUSPECT
 from umbp.errors import Conflict, InvalidRequest, LimitReached, NotFound, UnknownNode
 from umbp.types import Tier
@@ -257,6 +259,38 @@ def test_a_plan_covers_the_leading_pages_that_somebody_has() -> None:
     assert plan.runs[0].source.addresses == {"http": "a:7411"}
     assert cluster.plan(range(30, 40), "c").held == 0
     assert cluster.plan([], "c").held == 0
+
+
+def test_a_directory_cut_by_key_answers_as_a_whole_one() -> None:
+    """The seam for several masters by key: places joined by whoever was asked are enough for the plan that one master makes."""
+    random_keys = np.random.default_rng(4)
+    asked = random_keys.integers(0, 1 << 63, (300, 4), dtype=np.uint64) * np.uint64(2)
+    shard_of = (asked[:, 0] >> np.uint64(63)).astype(np.int64)
+    whole, shards = Cluster("a", "b", "c"), (Cluster("a", "b", "c"), Cluster("c", "a", "b"))  # with numbers of their own for nodes
+    for name, share in (("a", 0.3), ("b", 0.6), ("c", 0.95)):
+        has = np.flatnonzero(random_keys.random(len(asked)) < share)
+        for cluster, mine in ((whole, has), *((shard, has[shard_of[has] == number]) for number, shard in enumerate(shards))):
+            tiers = np.where(mine % 3 == 0, SSD, DRAM).astype(np.uint8)
+            spaces = cluster.master.spaces([(DIGEST, PAGE_BYTES, len(mine))])
+            cluster.master.apply(cluster.now, Part(cluster[name].member, asked[mine], spaces, tiers, np.ones(len(mine), np.uint8)))
+    here = shards[0].master
+    items, holders, bits = [], [], []
+    for number, shard in enumerate(shards):
+        at = np.flatnonzero(shard_of == number)
+        places = shard.master.directory.locations(shard.master.directory.find(asked[at], 0))
+        names = [shard.master.membership.by_holder[holder].node for holder in places.holder.tolist()]
+        items.append(at[places.item])
+        holders.append(np.array([here.membership.members[name].holder for name in names]))
+        bits.append(places.tiers)
+    order = np.argsort(np.concatenate(items), kind="stable")
+    joined = Locations(*(np.concatenate(parts)[order] for parts in (items, holders, bits)))
+    draws = np.zeros(len(asked))
+    columns = here.planner.columns(whole.now, joined, len(asked), "elsewhere")
+    view = here.planner.view(whole.now, columns, "elsewhere", PAGE_BYTES, draws)
+    plan = here.planner.plan(view, columns, here.choices.route(view))
+    assert plan == whole.master.route(whole.now, DIGEST, asked, "elsewhere", draws)
+    assert plan.held > 10
+    assert len({run.source.node for run in plan.runs}) > 1
 
 
 def test_a_prefix_is_split_over_sources_by_their_measured_speed() -> None:

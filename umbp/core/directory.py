@@ -79,6 +79,9 @@ class Directory:
         self._whole = self._rows.reshape(-1).view(np.dtype((np.void, ROW_WORDS * 4)))  # a row in one store
         self._reals: npt.NDArray[np.float32] = self._rows.view(np.float32)
         self._used = self._rows.view(np.uint64)[:, W_COUNT // 2]  # accesses and depth
+        # Columns by themselves: an index of rows and a word costs NumPy three times as much.
+        self._heats, self._accessed = self._reals[:, W_HEAT], self._reals[:, W_ACCESSED]
+        self._counts, self._depths, self._parents = self._rows[:, W_COUNT], self._rows[:, W_DEPTH], self._rows[:, W_PARENT]
         self.table = KeyTable(self._rows, W_SPACE, seed)
         self._freed: U32 = np.empty(keys_max, np.uint32)  # a stack; what was never freed is never touched
         self._freed_count = 0
@@ -222,10 +225,10 @@ class Directory:
         parents = np.concatenate([[0], rows[:-1] + 1]).astype(np.uint32)  # row + 1, 0 is none
         known = np.flatnonzero(rows >= 0)
         rows = rows[known]
-        self._reals[rows, W_HEAT] = 1.0 + self._heat(now, rows)
-        self._reals[rows, W_ACCESSED] = now - self._start
-        self._rows[rows, W_COUNT] += _U32(1)
-        self._rows[rows, W_PARENT], self._rows[rows, W_DEPTH] = parents[known], depth[known]
+        self._heats[rows] = 1.0 + self._heat(now, rows)
+        self._accessed[rows] = now - self._start
+        self._counts[rows] += _U32(1)
+        self._parents[rows], self._depths[rows] = parents[known], depth[known]
 
     def row_words(self, row: int) -> list[int]:
         """The words of one row."""
@@ -243,8 +246,8 @@ class Directory:
 
     def use(self, now: float, rows: I64) -> Use:
         """How these rows (none -1) were used."""
-        count = self._rows[rows, W_COUNT].astype(np.int64)
-        idle = now - self._start - self._reals[rows, W_ACCESSED].astype(np.float64)
+        count = self._counts[rows].astype(np.int64)
+        idle = now - self._start - self._accessed[rows].astype(np.float64)
         age = now - self._start - self._reals[rows, W_SINCE].astype(np.float64)
         return Use(count, self._heat(now, rows), np.where(count > 0, np.maximum(idle, 0.0), np.inf), np.maximum(age, 0.0))
 
@@ -267,7 +270,7 @@ class Directory:
     def hottest(self, now: float, start: int, stop: int, n: int, space: int | None = None) -> tuple[I64, F64]:
         """The up to n hottest rows of ``[start, stop)`` that somebody holds, and their heat; the hottest first."""
         rows = np.arange(start, min(stop, self._top))
-        asked = self._rows[rows, W_COUNT] > 0
+        asked = self._counts[rows] > 0
         if space is not None:
             asked &= self._rows[rows, W_SPACE] == space
         rows = rows[asked]
@@ -292,7 +295,7 @@ class Directory:
 
     def depth_and_parent(self, rows: I64) -> tuple[I64, I64]:
         """Depth of rows in the last request that had them (1 for a root), and the row before, -1 for none."""
-        return self._rows[rows, W_DEPTH].astype(np.int64), self._rows[rows, W_PARENT].astype(np.int64) - 1
+        return self._depths[rows].astype(np.int64), self._parents[rows].astype(np.int64) - 1
 
     def check(self) -> None:
         """The invariants: slow."""
@@ -305,8 +308,8 @@ class Directory:
     # -- inside ------------------------------------------------------------------------------------------------------------------------
 
     def _heat(self, now: float, rows: I64) -> F64:
-        age = np.maximum(now - self._start - self._reals[rows, W_ACCESSED].astype(np.float64), 0.0)
-        heat: F64 = self._reals[rows, W_HEAT] * np.exp2(-age / HALF_LIFE_SECONDS)
+        age = np.maximum(now - self._start - self._accessed[rows].astype(np.float64), 0.0)
+        heat: F64 = self._heats[rows].astype(np.float64) * np.exp2(-age / HALF_LIFE_SECONDS)
         return heat
 
     def _live_rows(self) -> I64:

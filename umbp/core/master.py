@@ -16,9 +16,11 @@ A dead node: its keys stop counting at once, with one store, and are swept a sli
 
 What it costs: a route of 2,200 keys 1 ms, an event 0.3 us, a tick below 2 ms whatever happens.
 
-Beyond one master. A key's namespace and words place it: several masters could each hold the keys of one range of the hash, and a question
-be split by the same function and its columns joined, since everything below `Planner.columns` is per key. The seam is `locations`: it is
-the only thing that a plan needs from the directory.
+Beyond one master. Keys are digests, so the top bits of a key's first word say which of S masters has it. Pools split bundles and resyncs by
+them, each part with a numbering of its own; everybody joins and beats at every master, which is little; a question goes to the masters of
+its keys, and whoever was asked joins what they answer and plans. The seam is `directory.locations`: all that is asked of the directory
+before a plan is the places of each key, all below `Planner.columns` takes those and no directory, and uses are counted where the key is.
+The test of it is `test_a_directory_cut_by_key_answers_as_a_whole_one`; `scripts/bench/scale.py` says when it is needed.
 """
 
 from __future__ import annotations
@@ -125,7 +127,7 @@ class Master:
         self.engines = Engines(self.directory)
         self.costs = Costs()
         self.choices = Choices(dict(policies or {}))
-        self.planner = Planner(self.directory, self.membership, self.costs, self.choices)
+        self.planner = Planner(self.membership, self.costs, self.choices)
         self.placement = Placement(self.membership, self.choices, now)
         ledger = Ledger(advice_bytes_per_second, boot)
         self.advisor = Advisor(self.directory, self.membership, self.choices, self.placement, ledger)
@@ -327,15 +329,22 @@ class Master:
         if space is None:
             return copies, tiers
         places = self.directory.locations(self.directory.find(words, space))
-        good = np.isin(places.holder, self.usable_holders(now))
-        np.bitwise_or.at(tiers, places.item[good], places.tiers[good])
-        return np.minimum(np.bincount(places.item[good], minlength=len(words)), 255).astype(np.uint8), tiers
+        holders = np.bincount(places.holder) > 0
+        for holder in np.flatnonzero(holders).tolist():
+            holders[holder] = self.usable(now, holder)
+        good = np.flatnonzero(holders[places.holder])
+        item, bits = places.item[good], places.tiers[good]
+        for tier in Tier:
+            tiers[item[bits >> tier & 1 == 1]] |= 1 << tier
+        return np.minimum(np.bincount(item, minlength=len(words)), 255).astype(np.uint8), tiers
 
-    def usable_holders(self, now: float) -> I64:
-        """Holders whose keys can be had now: of pools that are well, and of engines on nodes that are not dead."""
-        pools = [member.holder for member in self.membership.members.values() if member.usable(now)]
-        engines = [holder for holder, (engine, _) in self.engines.by_holder.items() if self.node_lives(engine.node)]
-        return np.array(pools + engines, np.int64)
+    def usable(self, now: float, holder: int) -> bool:
+        """Whether what it holds can be had now: of a pool that is well, or of an engine on a node that is not dead."""
+        member = self.membership.by_holder.get(holder)
+        if member is not None:
+            return member.usable(now)
+        engine = self.engines.by_holder.get(holder)
+        return engine is not None and self.node_lives(engine[0].node)
 
     def node_lives(self, node: str) -> bool:
         """Whether this node is a member that is not dead."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from umbp.core.choices import Choices
 from umbp.core.costs import Costs
-from umbp.core.directory import Directory, Locations
+from umbp.core.directory import Locations
 from umbp.core.membership import Member, Membership
 from umbp.core.plans import NOTHING, Plan, Run, Source
 from umbp.policies.cluster import RouteView
@@ -48,13 +48,13 @@ class Columns:
 class Planner:
     """Makes plans out of the master's state; changes nothing but the expected backlog, and that only when told to."""
 
-    def __init__(self, directory: Directory, membership: Membership, costs: Costs, choices: Choices) -> None:
-        self.directory, self.membership, self.costs, self.choices = directory, membership, costs, choices
+    def __init__(self, membership: Membership, costs: Costs, choices: Choices) -> None:
+        self.membership, self.costs, self.choices = membership, costs, choices
 
     def columns(self, now: float, places: Locations, pages: int, requester: str, exclude: frozenset[str] = frozenset()) -> Columns:
         """Who of the usable nodes can serve these pages. The requester's own node counts whatever others think of it."""
         found: list[tuple[int, Member, Tier, I64]] = []
-        for holder in np.unique(places.holder).tolist():
+        for holder in np.flatnonzero(np.bincount(places.holder)).tolist():
             member = self.membership.by_holder.get(holder)
             if member is None or member.node in exclude or not (member.node == requester or member.usable(now)):
                 continue
@@ -83,7 +83,7 @@ class Planner:
             np.array([cost.latency_seconds for cost in costs], np.float64),
             np.array([page_bytes / cost.bytes_per_second for cost in costs], np.float64),
             np.array([0.0 if m.node == requester else self.costs.backlog(now, m.node) for m in columns.members], np.float64),
-            np.resize(draws, held) if len(draws) else np.zeros(held),
+            draws[:held] if len(draws) >= held else np.resize(draws, held) if len(draws) else np.zeros(held),
         )
 
     def plan(self, view: RouteView, columns: Columns, choice: I64, *, page_seconds: float = inf) -> Plan:

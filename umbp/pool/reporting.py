@@ -38,7 +38,7 @@ from umbp.types import I64, U64, Mask, Tier
 
 log = logging.getLogger("umbp.pool.reporting")
 # After the first change: until there was none for a moment, so that a writer has the pool for itself, and well below the promised 50 ms.
-GATHER_SECONDS, GATHER_SECONDS_MAX = 0.005, 0.02
+GATHER_SECONDS, GATHER_SECONDS_MAX = 0.005, 0.03
 RETRY_SECONDS = 0.5
 TELL_SECONDS_MAX = 3.0
 MEASURED_MAX = 256
