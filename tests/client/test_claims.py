@@ -65,7 +65,7 @@ def test_what_was_claimed_can_be_leased_under_eviction() -> None:
         claims = Claims(client._link)
         namespace.run(claims.enter())
         sure, gone, before = 0, 0, random_keys(rng, 1)[:0]
-        for _ in range(30):
+        for _ in range(20):
             keys = random_keys(rng, 48)
             namespace.put(keys, np.ones((48, SIZE), np.uint8))
             found, there = claimed(namespace, claims, keys)

@@ -310,6 +310,7 @@ def main() -> None:
         feed = Feed(source, options.to, token=token)
     except UmbpError as error:
         parser.error(str(error))
+    log.info("%s publishes on %s; what it says goes to %s", source.engine, source.endpoint, options.to)
     try:
         feed.wait()
     except KeyboardInterrupt:

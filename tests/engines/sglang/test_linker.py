@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 import umbp
 from tests.engines.sglang.engine import Engine, configured, prompt
@@ -295,6 +297,12 @@ def test_a_newer_engine_is_said_to_be_one(server: PoolProcess, monkeypatch: pyte
     monkeypatch.setattr(sglang_pools, "resolve_hybrid_device_pool_group", other)
     with pytest.raises(ImportError, match=r"was run with sglang 0\.5\.23; .*page_size"):
         Engine("dsa", server.socket)
+
+
+def test_a_newer_engine_that_asks_for_more_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UnifiedCacheLinker, "__abstractmethods__", UnifiedCacheLinker.__abstractmethods__ | {"warm_up"})
+    with pytest.raises(ImportError, match=r"was run with sglang 0\.5\.23; installed here: .*its linkers also have warm_up"):
+        runpy.run_module("umbp.integrations.sglang")
 
 
 def test_what_cannot_be_served_is_refused_at_the_start(server: PoolProcess) -> None:
