@@ -61,8 +61,8 @@ class Mapping:
 def fence() -> None:
     """A full fence: what this thread stored before is seen by others before anything that it loads afterwards was read.
 
-    x86 keeps all orders but this one. A fresh lock is taken by one locked instruction, which is such a fence there, and waits for nobody. On
-    a machine with a weaker order it is less than that: who relies on it must find out later, as a lease does by versions.
+    x86 keeps all orders but this one. A fresh lock is taken by one locked instruction, which is such a fence there, and waits for nobody.
+    On a machine with a weaker order it is less than that: who relies on it must find out later, as a lease does by versions.
     """
     threading.Lock().acquire(blocking=False)
 
