@@ -107,9 +107,9 @@ async def test_pages_come_whole_and_in_their_places(
 
 
 async def test_pages_are_said_to_be_there_while_others_are_on_their_way(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
-    numbers = range(64)  # 16 MiB: said in four pieces, and the last one is the end
+    numbers = range(80)  # 20 MiB: said in two pieces, and the rest is the end
     values, keys = store(space, *numbers), keys_of(404, *numbers)
-    data, offsets = np.zeros(65 * SIZE, np.uint8), np.arange(65)[::-1] * SIZE
+    data, offsets = np.zeros(81 * SIZE, np.uint8), np.arange(81)[::-1] * SIZE
     pieces: list[list[int]] = []
 
     def came(which: np.ndarray, sums: np.ndarray) -> None:
@@ -118,8 +118,8 @@ async def test_pages_are_said_to_be_there_while_others_are_on_their_way(transpor
         pieces.append(which.tolist())
 
     moved = await transport.read(peer_of(server), digest_of(space), SIZE, keys, data, offsets, time.monotonic() + 5, came)
-    assert moved.status.tolist() == [MISS] + [HIT] * 64
-    assert pieces == [list(range(start, start + 16)) for start in (1, 17, 33)]
+    assert moved.status.tolist() == [MISS] + [HIT] * 80
+    assert pieces == [list(range(1, 33)), list(range(33, 65))]
 
 
 async def test_a_connection_is_used_again_and_replaced_when_it_is_broken(

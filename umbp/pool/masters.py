@@ -21,6 +21,7 @@ from umbp.errors import DeadlineExceeded, ProtocolError, Unavailable, from_wire
 from umbp.grammar import Address
 from umbp.master import protocol as say
 from umbp.master.service import MasterService, Told
+from umbp.pool.asking import Asker
 from umbp.store.index import key_words
 from umbp.types import I64, U8
 from umbp.wire import Blob, decode, encode
@@ -113,8 +114,10 @@ class Remote:
 
     def __init__(self, address: Address, token: str) -> None:
         self.url = address.url
+        self._address = address
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._sessions: dict[str, aiohttp.ClientSession] = {}
+        self._askers: dict[str, Asker] = {}
 
     def __repr__(self) -> str:
         return f"<Remote master {self.url}>"
@@ -197,14 +200,15 @@ class Remote:
         """Let go of connections."""
         for session in self._sessions.values():
             await session.close()
+        for asker in self._askers.values():
+            await asker.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------------------------
 
     def _session(self, purpose: str) -> aiohttp.ClientSession:
         session = self._sessions.get(purpose)
         if session is None:
-            limit = 2 if purpose in ("beats", "data") else 16
-            connector = aiohttp.TCPConnector(limit=limit, keepalive_timeout=30.0)
+            connector = aiohttp.TCPConnector(limit=_connections_max(purpose), keepalive_timeout=30.0)
             session = aiohttp.ClientSession(connector=connector, headers=self._headers, auto_decompress=False)
             self._sessions[purpose] = session
         return session
@@ -224,16 +228,29 @@ class Remote:
     async def _call(self, purpose: str, path: str, body: bytes, media_type: str, seconds: float) -> bytes:
         try:
             async with asyncio.timeout(seconds):
-                headers = {"Content-Type": media_type}
-                async with self._session(purpose).post(self.url + path, data=body, headers=headers, allow_redirects=False) as response:
-                    content = await self._read(response)
+                status, content = await self._post(purpose, path, body, media_type)
         except TimeoutError:
             raise DeadlineExceeded(f"the master at {self.url} did not answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise Unavailable(f"the master at {self.url} cannot be reached: {error or type(error).__name__}") from None
-        if response.status >= 400:
-            raise self._problem(response.status, content)
+        except ProtocolError as error:
+            raise Unavailable(f"{self.url} is no master: {error}") from None
+        if status >= 400:
+            raise self._problem(status, content)
         return content
+
+    async def _post(self, purpose: str, path: str, body: bytes, media_type: str) -> tuple[int, bytes]:
+        """Status and content."""
+        if self._address.scheme == "https":
+            headers = {"Content-Type": media_type}
+            async with self._session(purpose).post(self.url + path, data=body, headers=headers, allow_redirects=False) as response:
+                return response.status, await self._read(response)
+        asker = self._askers.get(purpose)
+        if asker is None:
+            asker = self._askers[purpose] = Asker(
+                self._address, self._headers, connections_max=_connections_max(purpose), answer_bytes_max=ANSWER_BYTES_MAX
+            )
+        return await asker.post(path, body, media_type)
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         if (response.content_length or 0) > ANSWER_BYTES_MAX:
@@ -260,6 +277,10 @@ def _verdicts(frame: bytes, count: int) -> I64:
     if answer.n != count:
         raise ProtocolError(f"the master answered for {answer.n} keys, {count} were asked about")
     return verdict
+
+
+def _connections_max(purpose: str) -> int:
+    return 2 if purpose in ("beats", "data") else 16
 
 
 def _spaces(told: Told) -> dict[str, Any]:
