@@ -165,7 +165,8 @@ def test_a_dry_run_says_what_would_be_done_with_the_pages_and_nodes_that_there_a
     assert (served["verb"], served["node"], served["to"], served["pages"], served["bytes"]) == ("serve", a.name, b.name, 20, 20 * PAGE)
     (placed,) = would("placement", "local_first", "--for", b.name)
     assert (placed["verb"], placed["to"], placed["pages"]) == ("place", b.name, 1000)
-    assert {one["to"] for one in would("placement", "most_available")} == {a.name, b.name}
+    for name in ("most_available", "rendezvous", "weighted_random"):
+        assert {one["to"]: one["pages"] > 300 for one in would("placement", name)} == {a.name: True, b.name: True}
     assert len(run("policies", "replication", "hot_prefixes", "--preview")["choices"]) == 20
     assert {(one["verb"], one["node"], one["pages"]) for one in would("replication", "theirs")} == {("copy", a.name, 1)}
     assert would("replication", "none") == would("rebalancing", "even_fill") == []
@@ -176,6 +177,25 @@ def test_a_dry_run_says_what_would_be_done_with_the_pages_and_nodes_that_there_a
     assert (shown["verb"], shown["node"], shown["pages"]) == ("keep", a.name, 20)
     assert "nowhere" in run("policies", "placement", "local_first", "--preview", "--for", "nowhere", status=1)
     assert "evict SIZE --preview" in run("policies", "eviction", "lru", "--preview", status=2)
+
+
+def test_commands_at_a_master_say_what_it_knows_or_whom_to_ask(world: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    master, a, _ = world
+
+    def at_master(*words: str, status: int = 0) -> str:
+        assert main(["--pool", master.http, *words]) == status
+        said = capsys.readouterr()
+        return said.out if status == 0 else said.err
+
+    keys = put(a, 1)
+    shown = at_master("status")
+    assert "2 alive" in shown
+    assert a.name in shown
+    assert f"{a.name} dram" in at_master("where", bytes(keys[0]).hex())
+    hot = at_master("hot")
+    assert f"{a.name} dram" in hot
+    assert "pages" in hot  # of the prefixes
+    assert "asked of the pool" in at_master("namespaces", status=1)
 
 
 def test_a_policy_of_another_package_decides_from_the_moment_it_is_chosen(world: Any, run: Run) -> None:

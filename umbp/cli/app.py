@@ -17,7 +17,7 @@ import typer
 from umbp.cli import act, bench, cluster, look, machine, replay
 from umbp.cli.target import Target
 from umbp.client.address import pool_address
-from umbp.errors import ConfigError, InvalidRequest, UmbpError
+from umbp.errors import ConfigError, InvalidRequest, NotFound, UmbpError
 
 WIDE = {"max_content_width": 120}
 app = typer.Typer(name="umbp", add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings=WIDE)
@@ -103,6 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message = getattr(error, "format_message", error.__str__)()
         return _fail(f"{message} (umbp --help lists the commands and options)", 2)
     except UmbpError as error:
+        if isinstance(error, NotFound) and "/openapi.json lists what there is" in str(error):
+            return _fail(f"{error}. A master answers for its cluster; what a pool holds is asked of the pool: umbp nodes lists them", 1)
         return _fail(str(error), 2 if isinstance(error, InvalidRequest) else 1)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("stopped", 130)

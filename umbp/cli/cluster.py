@@ -75,6 +75,31 @@ def route(
     out.print(targets_table(answer["targets"]))
 
 
+def cluster_grid(cluster: dict[str, Any]) -> Table:
+    """The sums of a cluster, a line each."""
+    grid = Table.grid(padding=(0, 2))
+    states = ", ".join(f"{cluster[state]:,} {state}" for state in ("alive", "suspect", "draining", "dead") if cluster[state])
+    full = ", ".join(
+        f"{tier['tier']} {format_size(tier['used_bytes'])} of {format_size(tier['capacity_bytes'])}"
+        f" ({share(tier['used_bytes'], tier['capacity_bytes'])})"
+        for tier in cluster["tiers"]
+    )
+    left_out = f", {cluster['left_out']:,} had no room" if cluster["left_out"] else ""
+    advice = ", ".join(f"{count:,} {verb}" for verb, count in cluster["advice"].items() if count)
+    for name, text in (
+        ("master", f"{', '.join(cluster['masters'])}, up for {duration(cluster['uptime_seconds'])}"),
+        ("nodes", states or "none has joined yet"),
+        ("memory", full or "-"),
+        ("keys", f"{cluster['keys']:,} of {cluster['keys_max']:,}{left_out}, in {cluster['namespaces']:,} namespaces"),
+        ("engines", f"{cluster['engines']:,} report their caches"),
+        ("routes", f"{cluster['counters']['routes']:,}, {cluster['counters']['routed_pages']:,} pages"),
+        ("advice", advice or "none given"),
+        ("policies", ", ".join(f"{kind} {name}" for kind, name in cluster["policies"].items())),
+    ):
+        grid.add_row(cell(name, "dim"), cell(text))
+    return grid
+
+
 def nodes_table(found: list[dict[str, Any]]) -> Table:
     """A line a node."""
     made = table("node", "state", "tiers", "keys", "member for", "silent", "address", "read from", right=("keys",))
@@ -84,12 +109,13 @@ def nodes_table(found: list[dict[str, Any]]) -> Table:
             f"({share(tier['used_bytes'], tier['capacity_bytes'])})"
             for tier in node["tiers"]
         )
+        dead = node["state"] == "dead"  # nothing that it said counts any more
         style = {"alive": "green", "draining": "yellow", "suspect": "yellow"}.get(node["state"], "red")
         made.add_row(
             cell(node["id"]),
             cell(node["state"], style),
-            cell(full or "-"),
-            cell(sum(tier["keys"] for tier in node["tiers"])),
+            cell("-" if dead else full or "-"),
+            cell("-" if dead else sum(tier["keys"] for tier in node["tiers"])),
             cell(duration(node["joined_seconds"])),
             cell(f"{node['silent_seconds']:.1f} s"),
             cell(", ".join(f"{kind} {address}" for kind, address in node["addresses"].items()) or "-"),

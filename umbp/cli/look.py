@@ -18,17 +18,27 @@ from rich.live import Live
 from rich.text import Text
 
 from umbp.cli import views
-from umbp.cli.cluster import cluster_keys_table, prefixes_table
+from umbp.cli.cluster import cluster_grid, cluster_keys_table, nodes_table, prefixes_table
 from umbp.cli.target import AsJson, NamespaceOption, Target, cell, checked_key, console, print_json, target_of, whole_list
 from umbp.client.http import segment_of_path
 from umbp.errors import NotFound, Unavailable
 
+NODES_SHOWN = 100
 EverywhereOption: TypeAlias = Annotated[bool, typer.Option("--cluster", help="In the whole cluster, as its master knows it.")]
 
 
 def status(context: typer.Context, as_json: AsJson = False) -> None:
-    """How full the pool is, who uses it, and what was asked of it."""
-    document = target_of(context).http.get("/v1/status")
+    """How full the pool is, who uses it, and what was asked of it; of a master: its cluster."""
+    http = target_of(context).http
+    try:
+        document = http.get("/v1/status")
+    except NotFound:  # a master has none
+        document, found = http.get("/v1/cluster"), http.get("/v1/nodes", limit=NODES_SHOWN)
+        if as_json:
+            print_json(document)
+        else:
+            console().print(cluster_grid(document), Text(), nodes_table(found["nodes"]))
+        return
     if as_json:
         print_json(document)
     else:
@@ -64,7 +74,7 @@ def where(
     if as_json:
         print_json(document)
     else:
-        console().print(cluster_keys_table(document["keys"]) if everywhere else views.keys_table(document["keys"]))
+        console().print(keys_view(document["keys"]))
 
 
 def hot(
@@ -78,10 +88,16 @@ def hot(
     document = target_of(context).http.get("/v1/cluster/hot" if everywhere else "/v1/hot", n=count, namespace=namespace)
     if as_json:
         print_json(document)
-    elif everywhere:
-        console().print(cluster_keys_table(document["keys"]), prefixes_table(document["prefixes"]))
-    else:
-        console().print(views.keys_table(document["keys"]))
+        return
+    console().print(keys_view(document["keys"]))
+    if document.get("prefixes"):
+        console().print(prefixes_table(document["prefixes"]))
+
+
+def keys_view(keys: list[dict[str, Any]]) -> RenderableType:
+    """A line a key: a pool says what it holds, a master who holds it, whichever was asked."""
+    of_master = any("heat" in key for key in keys)
+    return cluster_keys_table(keys) if of_master else views.keys_table(keys)
 
 
 # -- top ---------------------------------------------------------------------------------------------------------------------------

@@ -55,7 +55,8 @@ def routed(master: Master, now: float, name: str, end: int, requester: str) -> l
 def placed(master: Master, now: float, name: str, requester: str, draws: F64) -> list[Choice]:
     """Where pages that do not exist yet would go, of the size of the largest ones there are."""
     size = max([size for size in master.directory.object_bytes if size] or [PAGE_BYTES])
-    words = (draws * 2.0**63).astype(np.uint64)[:, None] ^ np.arange(4, dtype=np.uint64)[None, :] << np.uint64(40)
+    bits = (draws * 2.0**53).astype(np.uint64)
+    words = np.stack([bits * np.uint64(odd) for odd in (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB, 1)], axis=1)
     view, nodes = master.placement.view(now, words, size, requester, draws)
     chosen = master.choices.preview(PLACEMENT, name, view)
     counts = np.bincount(chosen[chosen >= 0], minlength=len(nodes)).tolist()

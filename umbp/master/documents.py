@@ -77,7 +77,7 @@ class Cluster(Document, frozen=True):
 
 def node_document(master: Master, member: Member, now: float) -> NodeDocument:
     usable = member.usable(now)
-    why = member.unreachable
+    why = member.state if member.state == DEAD else member.unreachable
     if not usable and not why:
         why = f"avoided: {member.failed_by} could not fetch from it" if now < member.avoid_until else member.state
     return NodeDocument(

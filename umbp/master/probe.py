@@ -42,7 +42,8 @@ class Prober:
         except TimeoutError:
             return f"{text} does not answer within {PROBE_SECONDS_MAX:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            return f"{text} cannot be reached: {error or type(error).__name__}"
+            inner = getattr(error, "os_error", error)  # aiohttp says the address once more, and more of it
+            return f"{text} cannot be reached: {getattr(inner, 'strerror', '') or inner or type(error).__name__}"
         named = b'"name":"' + member.node.encode() + b'"'
         if named not in answer or b'"boot":' + str(member.boot).encode() not in answer:
             return f"{text} is somebody else"
