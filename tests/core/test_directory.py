@@ -339,7 +339,7 @@ def apply_and_compare(script: list[Any]) -> None:
             directory.settle(holder)
             model.has[holder] = named
         elif verb == "sweep":
-            directory.sweep(arguments[0])
+            directory.sweep(arguments[0], max(1, arguments[0] // 3))
     directory.check()
     for space in (0, 1):
         expected = [Counter[int]() for _ in range(31)]

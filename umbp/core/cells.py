@@ -98,19 +98,21 @@ class Cells:
         return mine
 
     def void(self, start: int, stop: int, rows_max: int) -> tuple[I64, int]:
-        """Free the cells in these rows that do not count, ``rows_max`` rows at the most.
+        """Free the cells in these rows that do not count, in ``rows_max`` rows at the most.
 
-        The rows that had some or have a chain (where nothing is freed yet), and the first row that was not looked at.
+        The rows that had some or have a chain (where nothing is freed yet), and the first row that was not cleaned.
         """
         part = self._inline[start:stop].copy().view(np.uint32)
         doubtful = np.flatnonzero(self.holders.waits(part).view(np.uint32))
-        if len(doubtful) > rows_max:
-            doubtful, stop = doubtful[:rows_max], start + int(doubtful[rows_max])
         cells = part.reshape(-1, INLINE).take(doubtful, 0)
         void = (cells != 0) & ~self.holders.counts(cells)
         cells[void] = 0
-        self._inline[start + doubtful] = cells.view(np.complex128).reshape(-1)
-        return np.union1d(doubtful[void.any(1)], np.flatnonzero(self._more[start:stop])) + start, stop
+        changed = np.flatnonzero(void.view(np.uint32))
+        rows = doubtful[changed]
+        if len(rows) > rows_max:
+            rows, stop = rows[:rows_max], start + int(rows[rows_max])
+        self._inline[start + rows] = cells.take(changed[: len(rows)], 0).view(np.complex128).reshape(-1)
+        return np.union1d(rows, np.flatnonzero(self._more[start:stop])) + start, stop
 
     def clean_chains(self, rows: I64) -> None:
         """Free what does not count in the chains of these rows, and blocks that are empty then."""

@@ -49,7 +49,7 @@ from umbp.policies.cluster import RouteView
 from umbp.types import F64, I64, U8, U32, U64, Tier
 
 SLICE = 1024  # keys of an engine's report applied in one go: about 0.5 ms
-SWEEP_ROWS = 2048  # cleaned in a tick, among eight times as many, while there is something to sweep: about 1 ms at the worst
+SWEEP_ROWS = 8192  # looked at in a tick, while there is something to sweep: about 1 ms at the worst
 HAPPENINGS_MAX = 1024
 _NOBODY = np.empty(0, np.int64)
 
