@@ -145,7 +145,7 @@ def test_the_largest_batch_works_and_one_more_is_refused(space_of: Any) -> None:
         space.lookup(np.zeros((65_537, 32), np.uint8))
 
 
-@pytest.mark.parametrize("seconds", [-1, math.nan, math.inf, 1e9, "5", [1]])
+@pytest.mark.parametrize("seconds", [-1, math.nan, math.inf, 1e9, "5", [1], True])
 def test_bad_times_are_refused_here(healthy: Any, seconds: Any) -> None:
     with pytest.raises(umbp.InvalidRequest, match="seconds"):
         healthy.lease(KEYS, seconds).__enter__()
@@ -162,14 +162,19 @@ def test_other_bad_arguments(healthy: Any, pool: umbp.Pool) -> None:
     for parent in ("x" * 32, b"short", 5):
         with pytest.raises(umbp.InvalidRequest, match="parent"):
             healthy.put(KEYS, np.zeros((3, SIZE), np.uint8), parent=parent)
-    for note in ("n" * 257, 5, None):
+    for note in ("n" * 257, 5, None, "\ud800", "two\nlines"):
         with pytest.raises(umbp.InvalidRequest, match="note"):
             healthy.pin(KEYS, note=note)
-    for number in (-1, 1 << 64, "1", None, 3.5):
+    for number in (-1, 1 << 64, "1", None, 3.5, True):
         with pytest.raises(umbp.InvalidRequest, match="number"):
             healthy.unpin(number)
     with pytest.raises(umbp.NotFound):
         healthy.unpin(123_456)
+    with healthy.lease(KEYS) as lease, pytest.raises(umbp.InvalidRequest, match="index"):
+        lease.view(len(KEYS))
+    with pytest.raises(umbp.InvalidRequest, match="address"):
+        umbp.connect(5)  # type: ignore[arg-type]
+    assert pool.statistics().connects == 1, "something cost this client its connection"
     for session in (5, None, b"x"):
         with pytest.raises(umbp.InvalidRequest, match="session"):
             healthy.lookup(KEYS, session=session)

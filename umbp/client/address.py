@@ -18,6 +18,8 @@ def pool_address(text: str, environ: Mapping[str, str], *, field: str = "pool") 
 
 def socket_path(address: str | None) -> str:
     """Path of a pool's Unix socket. InvalidRequest for a TCP address: sessions share memory, so they are of the same machine."""
+    if address is not None and not isinstance(address, str):
+        raise InvalidRequest(f"{type(address).__name__}, expected text", field="address", example="/run/umbp/default.sock")
     found = pool_address(address or "", os.environ, field="address")
     if not found.is_unix:
         raise InvalidRequest(

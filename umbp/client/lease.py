@@ -65,7 +65,7 @@ class Lease:
 
     def view(self, index: int) -> U8:
         """The bytes of item ``index``: (object_bytes,) uint8, read-only, in place. Valid while the lease is held; see `check`."""
-        if not self.held[index]:
+        if not -len(self.held) <= index < len(self.held) or not self.held[index]:
             raise InvalidRequest(f"item {index} is not held by this lease", field="index", example="an index where lease.held is True")
         if self._over:
             raise LeaseLost("this lease was released")

@@ -434,15 +434,15 @@ class Operations:
         """Pin what is stored of these keys until `unpin`, for at most ``seconds`` (0: no limit), not longer than this session."""
         array = as_keys(keys)
         _check_seconds(seconds, zero=True)
-        if not isinstance(note, str) or len(note) > wire.TEXT_CHARS_MAX:
-            raise InvalidRequest(f"a note is text of at most {wire.TEXT_CHARS_MAX} characters", field="note", example="system prompt")
+        if not isinstance(note, str) or len(note) > wire.TEXT_CHARS_MAX or not note.isprintable():
+            raise InvalidRequest(f"a note is printable text of at most {wire.TEXT_CHARS_MAX} characters", field="note", example="system prompt")
         bond, number = self.current()
         reply, _ = yield bond.call(wire.Pin(self.opened.row, number, len(array), seconds, note), array)
         return int(reply.numbers[0])
 
     def unpin(self, number: int) -> Operation[None]:
         """Take a pin back."""
-        if not isinstance(number, int) or not 0 <= number < 1 << 63:
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 63:
             raise InvalidRequest(f"{number!r} is not the number of a pin", field="number", example="what pin() returned")
         yield self.link.bond_now().call(wire.Unpin(number))
 
@@ -479,7 +479,7 @@ def _check_lengths(keys: U8, rows: Rows, field: str) -> None:
 
 
 def _check_seconds(seconds: float, *, zero: bool) -> None:
-    if not isinstance(seconds, int | float) or not 0 <= seconds <= wire.SECONDS_MAX or (not seconds and not zero):
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= wire.SECONDS_MAX or (not seconds and not zero):
         above = "of 0 or more" if zero else "above 0"
         raise InvalidRequest(f"{seconds!r} is not a number of seconds {above} and up to a day", field="seconds", example="10")
 
