@@ -8,8 +8,10 @@ import os
 import pickle
 import random
 import resource
+import signal
 import socket
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
@@ -262,3 +264,27 @@ def test_no_shape_of_message_is_an_internal_error(shared: PoolProcess, healthy: 
         assert status["used_bytes"] <= status["capacity_bytes"]
         session.ask(wire.Bye())
     assert not faults_in(shared.log())
+
+
+def test_a_pool_that_stops_answers_nobody_and_waits_for_nobody() -> None:
+    """Who says only then what its connection is for, and who does not read its answers, while another reads his."""
+    with PoolProcess(dram="16MiB") as server, contextlib.ExitStack() as stack, umbp.connect(server.socket) as pool:
+        hello = wire.UPGRADE_REQUEST + wire.encode(wire.Hello(wire.VERSION, "late", 0, 7))
+        silent = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(100)]
+        for each in silent:
+            each.connect(server.socket)
+        deaf = stack.enter_context(socket.socket(socket.AF_UNIX))
+        deaf.connect(server.socket)
+        deaf.sendall(hello)
+        deaf.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                deaf.send(wire.encode(wire.GetStatus()))
+        assert pool.status()["name"] == server.name
+        server.signal(signal.SIGTERM)
+        for each in silent:
+            with contextlib.suppress(OSError):
+                each.sendall(hello + wire.encode(wire.LetGo(1)))
+            time.sleep(0.001)  # so that all of the stop has some
+        assert server.stop() == 0
+        assert not faults_in(server.log())

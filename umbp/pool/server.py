@@ -277,6 +277,8 @@ class PoolServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS_MAX):
                 await asyncio.gather(*(runner.cleanup() for runner in runners))
+                while self._sessions:  # the end of each is heard in the next rounds, and needs the segment
+                    await asyncio.sleep(0)
         if hasattr(self, "owners"):
             self.owners.close()
             self.meetings.close()
@@ -324,12 +326,17 @@ class PoolServer:
         if self._undecided >= HTTP_CONNECTIONS_MAX:
             return Refusal()
         self._undecided += 1
-        return FrontDoor({FIRST_LINE: (self.pages.door, True)}, self._http_protocol, self._decided)
+        return FrontDoor({FIRST_LINE: (self._pages_door, True)}, self._http_protocol, self._decided)
+
+    def _pages_door(self) -> asyncio.Protocol:
+        return self.pages.door() if self.state == "ready" else Refusal()
 
     def _decided(self) -> None:
         self._undecided -= 1
 
-    def _new_session(self) -> Session:
+    def _new_session(self) -> asyncio.Protocol:
+        if self.state != "ready":  # who has connected before, and says only now what for
+            return Refusal()
         session = Session(self, self.owners, self._session_number, on_closed=self._sessions.discard)
         self._sessions.add(session)
         return session

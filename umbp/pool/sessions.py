@@ -75,9 +75,12 @@ class Session(asyncio.Protocol):
         self._on_closed(self)
 
     def close(self) -> None:
-        """Cut the connection: the pool is stopping."""
-        if self._transport:
-            self._transport.close()
+        """Cut the connection, and answer nothing more: the pool is stopping."""
+        transport, self._transport = self._transport, None
+        if transport and self._unread:  # nobody waits until it is read
+            transport.abort()
+        elif transport:
+            transport.close()
 
     def pause_writing(self) -> None:
         """The client does not read its replies: do not read its requests."""
