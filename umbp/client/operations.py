@@ -435,7 +435,8 @@ class Operations:
         array = as_keys(keys)
         _check_seconds(seconds, zero=True)
         if not isinstance(note, str) or len(note) > wire.TEXT_CHARS_MAX or not note.isprintable():
-            raise InvalidRequest(f"a note is printable text of at most {wire.TEXT_CHARS_MAX} characters", field="note", example="system prompt")
+            why = f"a note is printable text of at most {wire.TEXT_CHARS_MAX} characters"
+            raise InvalidRequest(why, field="note", example="system prompt")
         bond, number = self.current()
         reply, _ = yield bond.call(wire.Pin(self.opened.row, number, len(array), seconds, note), array)
         return int(reply.numbers[0])
@@ -479,7 +480,8 @@ def _check_lengths(keys: U8, rows: Rows, field: str) -> None:
 
 
 def _check_seconds(seconds: float, *, zero: bool) -> None:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= wire.SECONDS_MAX or (not seconds and not zero):
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 <= seconds <= wire.SECONDS_MAX or (not seconds and not zero):
         above = "of 0 or more" if zero else "above 0"
         raise InvalidRequest(f"{seconds!r} is not a number of seconds {above} and up to a day", field="seconds", example="10")
 

@@ -277,7 +277,7 @@ class PoolServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS_MAX):
                 await asyncio.gather(*(runner.cleanup() for runner in runners))
-                while self._sessions:  # the end of each is heard in the next rounds, and needs the segment
+                while self._sessions:  # noqa: ASYNC110 - the end of each is heard in one of the next rounds, and needs the segment
                     await asyncio.sleep(0)
         if hasattr(self, "owners"):
             self.owners.close()
