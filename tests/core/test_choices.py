@@ -73,7 +73,7 @@ def test_a_placement_beyond_a_node_s_room_is_refused(monkeypatch: pytest.MonkeyP
     foreign(monkeypatch, "placement", lambda view: np.zeros(len(view.key_hashes), np.int64))
     cluster = Cluster("a", "b")
     cluster.master.choices.swap("placement", "strange")
-    placed = cluster.master.place(cluster.now, DIGEST, words(range(20_000)), "", PAGE_BYTES, np.zeros(20_000))
+    placed = cluster.master.place(cluster.now, DIGEST, words(range(20_000)), "", PAGE_BYTES, np.zeros(20_000)).nodes
     assert {placed.count(name) > 0 for name in ("a", "b")} == {True}
     assert cluster.master.choices.names["placement"] == DEFAULTS["placement"]
 

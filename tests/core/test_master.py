@@ -8,7 +8,7 @@ from math import inf
 import numpy as np
 import pytest
 
-from tests.core.cluster import DIGEST, DRAM, GIB, PAGE_BYTES, SSD, Cluster, Node, runs, words
+from tests.core.cluster import DIGEST, DRAM, PAGE_BYTES, SSD, Cluster, Node, runs, words
 from umbp.core.directory import Locations
 from umbp.core.master import Part
 from umbp.core.membership import DEAD, SUSPECT
@@ -367,83 +367,6 @@ def test_policies_are_swapped_by_name_and_previewed_without_effect() -> None:
         cluster.master.choices.swap("eviction", "lru")
     with pytest.raises(InvalidRequest, match="failed"):
         cluster.plan(range(50), "a", policy="nonesuch")
-
-
-# -- placement ---------------------------------------------------------------------------------------------------------------------
-
-
-def placed(cluster: Cluster, count: int, requester: str = "r", *, size: int = PAGE_BYTES) -> list[str]:
-    draws = np.linspace(0, 1, count, endpoint=False)
-    return cluster.master.place(cluster.now, DIGEST, words(range(count)), requester, size, draws)
-
-
-def test_batches_of_one_moment_do_not_herd_on_the_emptiest_node() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster["a"].used, cluster["b"].used, cluster["c"].used = 9 * GIB, 9 * GIB, 0
-    for node in cluster.nodes.values():
-        node.beat()
-    cluster.master.choices.swap("placement", "most_available")
-    chosen = [name for _ in range(100) for name in placed(cluster, 4, size=1 << 28)]
-    assert max(chosen.count(name) for name in "abc") <= 0.5 * len(chosen)
-    assert cluster.master.placement.debited("c") == chosen.count("c") << 28
-
-
-def test_one_page_alone_finds_a_place_and_the_next_ones_go_elsewhere() -> None:
-    cluster = Cluster("a", "b", "c")
-    chosen = [placed(cluster, 1)[0] for _ in range(30)]
-    assert {chosen.count(name) for name in "abc"} <= {8, 9, 10, 11, 12}
-
-
-def test_a_batch_may_go_to_one_node_but_not_all_batches() -> None:
-    cluster = Cluster("a", "b", "c")
-    cluster.master.choices.swap("placement", "same_node")
-    batches = [placed(cluster, 50) for _ in range(12)]
-    assert all(len(set(batch)) == 1 for batch in batches)
-    nodes = [batch[0] for batch in batches]
-    assert max(nodes.count(name) for name in "abc") <= 6
-
-
-def test_where_only_one_has_room_it_is_not_refused_for_fairness() -> None:
-    cluster = Cluster("a", "b", "c")
-    for name in "ab":
-        cluster[name].used = int(10.5 * GIB)  # even its turnover is spoken for
-        cluster[name].beat()
-    assert {name for _ in range(5) for name in placed(cluster, 10)} == {"c"}
-
-
-def test_a_newcomer_ramps_up() -> None:
-    cluster = Cluster("a", "b", "c", "d")
-    cluster.wait(100.0, *cluster.nodes.values())
-    cluster.nodes["e"] = Node(cluster, "e").join()
-    cluster.master.choices.swap("placement", "most_available")
-    fresh = placed(cluster, 1000).count("e")
-    cluster.wait(90.0, *cluster.nodes.values())
-    assert 10 <= fresh <= 60
-    assert placed(cluster, 1000).count("e") == pytest.approx(200, abs=20)
-
-
-def test_what_is_on_its_way_counts_until_the_node_must_have_counted_it() -> None:
-    cluster = Cluster("a", "b")
-    cluster.master.choices.swap("placement", "same_node")
-    assert set(placed(cluster, 10)) == {"a"}
-    assert cluster.master.placement.debited("a") == 10 * PAGE_BYTES
-    cluster.now += 0.1
-    cluster["a"].beat()
-    assert cluster.master.placement.debited("a") > 0
-    cluster.now += 1.0
-    cluster["a"].beat()
-    cluster.now += 1.0
-    cluster["a"].beat()
-    assert cluster.master.placement.debited("a") == 0
-
-
-def test_draining_and_dead_nodes_get_nothing_new() -> None:
-    cluster = Cluster("a", "b")
-    cluster.master.drain(cluster.now, "a", on=True)
-    assert set(placed(cluster, 10)) == {"b"}
-    cluster.master.failed(cluster.now, "b", "x", "no")
-    assert set(placed(cluster, 10)) == {""}
-    assert runs(cluster.plan([1])) == []
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------------------

@@ -87,6 +87,14 @@ class Part:
         return Part(self.member, self.words[which], self.spaces[which], self.tiers[which], self.present[which], self.fresh)
 
 
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The node for each of m pages, "" where none has room; ``exists``: it is there already."""
+
+    nodes: list[str]
+    exists: list[bool]
+
+
 @dataclass(slots=True)
 class Counts:
     """Since this boot."""
@@ -314,8 +322,10 @@ class Master:
         choice = self.choices.preview(ROUTING, policy, view) if policy else self.choices.route(view)
         plan = self.planner.plan(view, columns, choice, page_seconds=page_tokens / prefill if prefill > 0 else inf)
         if count and not policy:
-            ledger = self.advisor.ledger
-            self.directory.touch(now, np.where(ledger.brings(requester, rows), -1, rows) if requester in ledger.by_node else rows)
+            ledger, asked_for = self.advisor.ledger, np.where(columns.held.any(1), rows, -1)  # what nobody can serve now is not used
+            if requester in ledger.by_node:
+                asked_for[ledger.brings(requester, rows)] = -1
+            self.directory.touch(now, asked_for)
             self.planner.occupy(now, plan, requester, page_bytes)
             self.counts.routes += 1
             self.counts.asked_pages += len(words)
@@ -351,14 +361,32 @@ class Master:
         member = self.membership.members.get(node)
         return member is not None and member.state != DEAD
 
-    def place(self, now: float, digest: bytes, words: U64, requester: str, page_bytes: int, draws: F64, *, policy: str = "") -> list[str]:
-        """The node for each new page, "" where none has room. ``policy`` asks another one, without any effect."""
+    def place(self, now: float, digest: bytes, words: U64, requester: str, page_bytes: int, draws: F64, *, policy: str = "") -> Placed:
+        """The node for each page. ``policy`` asks another one, without any effect. What is there already needs no place, and no bytes."""
         space = self.directory.space_or_none(digest)
         size = page_bytes or (self.directory.object_bytes[space] if space is not None else 0)
+        nodes = self._who_has(now, space, words, requester)
+        new = np.array([at for at, node in enumerate(nodes) if not node], np.int64)
+        exists = [bool(node) for node in nodes]
         if policy:
-            return self.placement.preview(policy, now, words, size, requester, draws)
-        self.counts.placed_pages += len(words)
-        return self.placement.place(now, words, size, requester, draws)
+            chosen = self.placement.preview(policy, now, words[new], size, requester, draws[new])
+        else:
+            self.counts.placed_pages += len(new)
+            chosen = self.placement.place(now, words[new], size, requester, draws[new])
+        for at, node in zip(new.tolist(), chosen, strict=True):
+            nodes[at] = node
+        return Placed(nodes, exists)
+
+    def _who_has(self, now: float, space: int | None, words: U64, requester: str) -> list[str]:
+        """For each key a node that has it now, the requester's own first, "" where none does."""
+        nodes = [""] * len(words)
+        if space is not None:
+            places = self.directory.locations(self.directory.find(words, space))
+            for item, holder in zip(places.item.tolist(), places.holder.tolist(), strict=True):
+                member = self.membership.by_holder.get(holder)
+                if member is not None and member.usable(now) and (not nodes[item] or member.node == requester):
+                    nodes[item] = member.node
+        return nodes
 
     def view_for(self, now: float, digest: bytes, words: U64, requester: str, draws: F64) -> tuple[I64, Columns, RouteView, int] | None:
         """Rows, columns and view of one question, for those who compare requesters; None where nobody holds the first page."""

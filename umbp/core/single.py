@@ -44,11 +44,11 @@ def route_one(master: Master, now: float, digest: bytes, words: U64, requester: 
                 seconds = wait + cost.seconds(size)
                 if best is None or seconds < best[0]:
                     best, work = (seconds, member, tier), size / cost.bytes_per_second
-    directory.touch_one(now, row)
     master.counts.routes += 1
     master.counts.asked_pages += 1
     if best is None:
         return NOTHING
+    directory.touch_one(now, row)
     seconds, member, tier = best
     master.counts.routed_pages += 1
     if member.node != requester:

@@ -305,9 +305,10 @@ class RouteDocument(Document, frozen=True):
 
 
 class PlaceDocument(Document, frozen=True):
-    """The node for each page, in order; "" where none has room."""
+    """The node for each page, in order; "" where none has room. ``exists``: that node has it already, and nothing needs to be put."""
 
     nodes: list[str]
+    exists: list[bool]
 
 
 def route_document(plan: Plan, asked: int, found: list[Target]) -> RouteDocument:

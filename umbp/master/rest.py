@@ -291,7 +291,8 @@ class Handlers:
         core, words = service.core, keys_words(body.keys)
         policy = body.policy or (core.choices.names[PLACEMENT] if body.dry_run else "")
         digest, draws = digest_of(core.directory, body.namespace), service.draws(len(words))
-        return doc.PlaceDocument(nodes=core.place(service.now(), digest, words, body.requester, body.page_bytes, draws, policy=policy))
+        placed = core.place(service.now(), digest, words, body.requester, body.page_bytes, draws, policy=policy)
+        return doc.PlaceDocument(nodes=placed.nodes, exists=placed.exists)
 
     # -- policies
 
