@@ -2,15 +2,17 @@
 
 Clients write and read pages at full speed, ten times as many as DRAM holds, so that nearly all reads come from SSD, files are cleaned and
 used again, and pages are evicted on both tiers. What a page's bytes are follows from its number, and every byte that a read gives is
-compared. Every minute the pool is killed and started again. At the end descriptors and memory of the pool must be what they were after the
-warm-up (the first fifth), no page may have had other bytes, and the pool must have written nothing but warnings of its own kills.
-Ends with 1 where any of it is not so.
+compared. Another client loads runs of larger pages into tensors, layer by layer as they are read, and offloads what is missing. In the first
+half the pool is killed and started again every minute; in the second, after a warm-up, its descriptors and memory must stay what they
+are. No page may have other bytes, and the pool must have written nothing but warnings of its own kills. Ends with 1 where any of it is not
+so.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import multiprocessing
 import os
 import shutil
@@ -33,8 +35,10 @@ from umbp.grammar import format_size, parse_size
 from umbp.types import ReadStatus, WriteStatus
 
 SIZE, BATCH = 256 << 10, 16
+LAYERS, LAYER_BYTES, RUN = 8, 128 << 10, 48  # of the pages that are loaded, 48 MiB at a time
 GROWTH_MAX = 1.25  # of the pool's own memory after the warm-up
 LOOK_SECONDS = 5.0
+STEADY_FROM = 0.6  # of the time: a tenth of it after the last kill
 
 
 @dataclass
@@ -47,15 +51,20 @@ class Tally:
     stored: int = 0
     refused: int = 0
     wrong: int = 0
+    streamed: int = 0  # loads that began before their pages were whole
 
 
 def key(number: int) -> bytes:
     return number.to_bytes(8, "little") * 4
 
 
-def pages(numbers: np.ndarray) -> np.ndarray:
-    """(n, SIZE) uint8: each page is its own, down to the last bytes."""
-    words = np.arange(SIZE // 8, dtype=np.uint64)[None, :] + (numbers.astype(np.uint64) << np.uint64(24))[:, None]
+def keys_of(numbers: np.ndarray) -> np.ndarray:
+    return np.frombuffer(b"".join(map(key, numbers.tolist())), np.uint8).reshape(-1, 32)
+
+
+def pages(numbers: np.ndarray, size: int = SIZE) -> np.ndarray:
+    """(n, size) uint8: each page is its own, down to the last bytes."""
+    words = np.arange(size // 8, dtype=np.uint64)[None, :] + (numbers.astype(np.uint64) << np.uint64(24))[:, None]
     return (words * np.uint64(0x9E37_79B9_7F4A_7C15)).view(np.uint8)
 
 
@@ -68,7 +77,7 @@ def client(told: Connection, socket: str, count: int, seed: int, seconds: float)
         while time.monotonic() < give_up:
             first = int(random.integers(0, count // BATCH)) * BATCH
             numbers = np.arange(first, first + BATCH)
-            keys = np.frombuffer(b"".join(map(key, numbers.tolist())), np.uint8).reshape(-1, 32)
+            keys = keys_of(numbers)
             codes = space.get(keys, out, deadline=5.0).codes
             wanted = pages(numbers)
             hit = codes == ReadStatus.HIT
@@ -88,6 +97,41 @@ def client(told: Connection, socket: str, count: int, seed: int, seconds: float)
     told.send(tally)
 
 
+def loads(told: Connection, socket: str, count: int, seed: int, seconds: float) -> None:
+    """Load runs of pages into tensors, check each layer when it is told to be there, and offload what was missing."""
+    import torch
+
+    random, tally, size = np.random.default_rng(seed), Tally(), LAYERS * LAYER_BYTES
+    tensors = {"kv": [torch.zeros((RUN, LAYER_BYTES), dtype=torch.uint8) for _ in range(LAYERS)]}
+    rows, slots = [tensor.numpy() for tensor in tensors["kv"]], np.arange(RUN)
+    give_up = time.monotonic() + seconds
+    with umbp.connect(socket, client=f"soak loads {seed}") as pool:
+        layout = umbp.Layout.of(tensors, page_tokens=1)
+        space = pool.namespace(model="soak loads", page_tokens=1, layout=layout, replicated=True)
+        with umbp.Loader(space, tensors) as loader:
+            while time.monotonic() < give_up:
+                first = int(random.integers(0, max(1, count - RUN)))
+                numbers = np.arange(first, first + RUN)
+                wanted = pages(numbers, size).reshape(RUN, LAYERS, LAYER_BYTES)
+                load = loader.load(keys_of(numbers), slots, deadline=5.0)
+                for layer in range(LAYERS):
+                    load.wait(layer)
+                missing = load.finish().missing
+                good = np.setdiff1d(slots, missing)
+                tally.wrong += int(np.count_nonzero([(row[good] != wanted[good, at]).any() for at, row in enumerate(rows)]))
+                tally.hits += len(good) * size // SIZE
+                tally.misses += len(missing) * size // SIZE
+                if load.choice is not None and load.choice.cause == "ssd":
+                    tally.streamed += 1
+                if len(missing):
+                    for at, row in enumerate(rows):
+                        row[missing] = wanted[missing, at]
+                    with contextlib.suppress(Unavailable):
+                        stored = loader.offload(keys_of(numbers[missing]), missing).result().codes
+                        tally.stored += int(np.count_nonzero(stored == WriteStatus.STORED)) * size // SIZE
+    told.send(tally)
+
+
 def footprint(pid: int, folder: Path) -> tuple[int, int]:
     """Descriptors, but for the one that it has for each file of the tier, and bytes of memory of its own, of the pool."""
     text, files = Path(f"/proc/{pid}/status").read_text(), len(list(folder.rglob("segment-*")))
@@ -96,7 +140,8 @@ def footprint(pid: int, folder: Path) -> tuple[int, int]:
 
 def soak(arguments: argparse.Namespace, folder: Path) -> bool:
     data = parse_size(arguments.data, "data")
-    count = data // SIZE // BATCH * BATCH
+    count = data * 3 // 4 // SIZE // BATCH * BATCH
+    large = data // 4 // (LAYERS * LAYER_BYTES)
     limit = data * 5 // 4
     options = (
         "--ssd",
@@ -112,9 +157,10 @@ def soak(arguments: argparse.Namespace, folder: Path) -> bool:
     with PoolProcess(*options, dram=str(data // 10)) as pool:
         context = multiprocessing.get_context("spawn")
         pipes, processes = [], []
-        for seed in range(arguments.clients):
+        kinds = [(client, count)] * arguments.clients + [(loads, large)] * (importlib.util.find_spec("torch") is not None)
+        for seed, (work, pages_count) in enumerate(kinds):
             here, there = context.Pipe(duplex=False)
-            processes.append(context.Process(target=client, args=(there, pool.socket, count, seed, arguments.seconds), daemon=True))
+            processes.append(context.Process(target=work, args=(there, pool.socket, pages_count, seed, arguments.seconds), daemon=True))
             pipes.append(here)
             processes[-1].start()
         began, killed, steady = time.monotonic(), time.monotonic(), (0, 0)
@@ -127,9 +173,9 @@ def soak(arguments: argparse.Namespace, folder: Path) -> bool:
             if files > limit:
                 print(f"files pass the limit of {format_size(limit)}")
                 good = False
-            if passed > arguments.seconds / 5 and not steady[0]:
+            if passed > STEADY_FROM * arguments.seconds and not steady[0]:
                 steady = mark
-            if arguments.kill_every and time.monotonic() > killed + arguments.kill_every:
+            if arguments.kill_every and passed < arguments.seconds / 2 and time.monotonic() > killed + arguments.kill_every:
                 killed = time.monotonic()
                 pool.kill()
                 pool.start()
@@ -148,6 +194,7 @@ def soak(arguments: argparse.Namespace, folder: Path) -> bool:
         ("growth", grown),
         ("a traceback in the log", "Traceback" in log),
         ("no hit", not total.hits),
+        ("no load from SSD", len(kinds) > arguments.clients and not total.streamed),
     ):
         if bad:
             print(f"FAILED: {what}")
@@ -182,7 +229,7 @@ def main() -> None:
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to use")
     parser.add_argument("--data", default="2GiB", help="bytes of all pages; DRAM is a tenth")
     parser.add_argument("--clients", type=int, default=2)
-    parser.add_argument("--kill-every", type=float, default=60.0, help="seconds between two kills of the pool; 0: never")
+    parser.add_argument("--kill-every", type=float, default=60.0, help="seconds between two kills in the first half; 0: never")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-ssd-", dir=arguments.folder))
     try:
