@@ -2,10 +2,10 @@
 
 Clients write and read pages at full speed, ten times as many as DRAM holds, so that nearly all reads come from SSD, files are cleaned and
 used again, and pages are evicted on both tiers. What a page's bytes are follows from its number, and every byte that a read gives is
-compared. Another client loads runs of larger pages into tensors, layer by layer as they are read, and offloads what is missing. In the first
-half the pool is killed and started again every minute; in the second, after a warm-up, its descriptors and memory must stay what they
-are. No page may have other bytes, and the pool must have written nothing but warnings of its own kills. Ends with 1 where any of it is not
-so.
+compared. Another client loads runs of larger pages into tensors, layer by layer as they are read, and offloads what is missing. In the
+first half the pool is killed and started again every minute; in the second, after a warm-up, its descriptors and memory must stay what
+they are. No page may have other bytes, and the pool must have written nothing but warnings of its own kills. Ends with 1 where any of it
+is not so.
 """
 
 from __future__ import annotations

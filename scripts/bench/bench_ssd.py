@@ -1,6 +1,6 @@
 """The SSD tier against the same disk without it, and what a saturated disk does to DRAM: one JSON line a row.
 
-    python scripts/bench/bench_ssd.py [--folder DIR] [--repeats 5] [--only tier,start,pool]
+    python scripts/bench/bench_ssd.py [--folder DIR] [--repeats 5] [--only tier,start,pool,load]
 
 ``tier``: batches of 64 x 1 MiB, 16 x 4 MiB and 1,024 x 64 KiB (stored together) are read and written by `SsdTier`, checksums verified and
 made, every write synced. The floor is a raw loop in the same run, taking turns, on a file of its own, whose space has been written before
@@ -9,16 +9,20 @@ one fdatasync a batch for writes; ``same_gbps`` is that loop with blocks of the 
 ``start``: a million pages (4 KiB each) are listed again by a start, in seconds; also after a kill.
 ``pool``: `get` of one page from DRAM (the p99 of a call) while another process reads pages from SSD as fast as it can and writes new ones,
 against the same idle; and `get` of pages that are on SSD alone, by a client.
+``load``: `Loader.load` of pages of 8 layers that are on SSD alone, layer by layer as they are read, against a load that waits for whole
+pages first, in turns: until the first layer is in its slots, and until all are. Needs torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -283,6 +287,51 @@ def ssd_alone(space: umbp.Namespace, keys: np.ndarray, size: int) -> None:
         )
 
 
+def load_rows(folder: Path, repeats: int) -> None:
+    import torch
+
+    from umbp.loader import loader as module
+
+    layers, layer_bytes, count = 8, 128 << 10, 256
+    size = count * layers * layer_bytes
+    tensors = {"kv": [torch.zeros((count, layer_bytes), dtype=torch.uint8) for _ in range(layers)]}
+    with harness.pool("--ssd", f"{folder / 'load'}:4GiB", "--ssd-admission", "always", dram="768MiB") as (process, client):
+        layout = umbp.Layout.of(tensors, page_tokens=1)
+        space = client.namespace(model="load", page_tokens=1, layout=layout, replicated=True)
+        keys, slots = harness.random_keys(count, 9), np.arange(count)
+        for tensor in tensors["kv"]:
+            tensor.random_(0, 256)
+        with umbp.Loader(space, tensors) as loader:
+            for start in range(0, count, 32):
+                assert loader.offload(keys[start : start + 32], slots[start : start + 32]).result().all(WriteStatus.STORED)
+                wait_written(client)
+            streaming = module.streaming_or_none
+
+            def load(layered: bool) -> list[float]:
+                give_up = time.monotonic() + 20.0
+                while not (space.locate(keys) == Tier.SSD).all():  # the last load lets go of its pages by and by
+                    assert time.monotonic() < give_up, "pages are not on SSD alone"
+                    evict_all(process.http)
+                module.streaming_or_none = streaming if layered else lambda *_: None  # type: ignore[assignment]
+                done = loader.load(keys, slots, deadline=60.0).finish()
+                assert not len(done.missing), done.reason
+                return [float(done.ready_at[0]), float(done.ready_at[-1])]
+
+            harness.wait_until_quiet()
+            machine = harness.Machine(process.pid)
+            layered, whole = harness.in_turns(repeats, lambda: load(layered=True), lambda: load(layered=False), machine=machine)
+            module.streaming_or_none = streaming
+        for at, until in enumerate(("the first layer", "all layers")):
+            ours, theirs = (harness.Side([[each[at]] for each in side.passes]) for side in (layered, whole))
+            row = harness.compared(ours, theirs)
+            harness.emit(bench="ssd", op=f"load of {size >> 20} MiB from SSD until {until} can be used", **row, foreign_cpu=machine.kept)
+
+
+def evict_all(http: str) -> None:
+    body, headers = json.dumps({"bytes": "1TiB"}).encode(), {"Content-Type": "application/json"}
+    urllib.request.urlopen(urllib.request.Request(f"{http}/v1/evict", body, headers, method="POST"), timeout=30).close()
+
+
 def wait_written(client: umbp.Pool, seconds_max: float = 60.0) -> None:
     give_up = time.monotonic() + seconds_max
     while client.status()["ssd"]["waiting"] and time.monotonic() < give_up:
@@ -293,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure; 8 GiB are used for a while")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each (default 5)")
-    parser.add_argument("--only", default="tier,start,pool", help="which rows")
+    parser.add_argument("--only", default="tier,start,pool,load", help="which rows")
     parser.add_argument("--saturate", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.saturate:
@@ -304,6 +353,7 @@ def main() -> None:
             ("tier", lambda: tier_rows(folder, arguments.repeats)),
             ("start", lambda: start_rows(folder)),
             ("pool", lambda: pool_rows(folder, arguments.repeats)),
+            ("load", lambda: load_rows(folder, arguments.repeats)),
         ):
             if name in arguments.only.split(","):
                 rows()

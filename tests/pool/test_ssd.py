@@ -392,3 +392,53 @@ def test_policies_are_shown_and_swapped_and_eviction_is_previewed(pool: PoolProc
     fresh = range(1000, 1040)
     assert ns.put(keys_of(*fresh), pages_of(*fresh)).all(WriteStatus.STORED)  # and the new policies work
     wait_until(lambda: status(pool)["ssd"]["keys"] >= 130, "the new ones are written")
+
+
+def test_pages_of_any_size_go_to_ssd_and_back_or_are_refused_by_size_and_nothing_else(tmp_path: Path) -> None:
+    """Field report: the write path took what was larger than the read path's limit, and reading it back ended the process."""
+    limit = 4 << 20  # of a file of this folder, its header and records' heads included
+    sizes = [1, 511, 512, 513, 4095, 4096, 4097, *(power + off for power in (128 << 10, 1 << 20, 2 << 20) for off in (-1, 0, 1))]
+    sizes += [limit - 20_000, limit, limit + 1, 5 << 20]
+    with PoolProcess("--ssd", f"{tmp_path / 'ssd'}:128MiB", "--ssd-admission", "always", dram="64MiB") as pool:
+        clients.append(umbp.connect(pool.socket))
+        values, spaces = [np.random.default_rng(size).integers(0, 256, (2, size), dtype=np.uint8) for size in sizes], []
+        for size, value in zip(sizes, values, strict=True):
+            spaces.append(clients[-1].namespace(model=f"{size}", page_tokens=64, layout=umbp.Layout.opaque(size)))
+            assert spaces[-1].put(keys_of(1, 2), value).all(WriteStatus.STORED), size
+        wait_until(lambda: settled(pool), "the queue is empty")
+        wait_until(lambda: status(pool)["ssd"]["keys"] >= 2 * (len(sizes) - 3), "what fits is on SSD")
+        request = urllib.request.Request(f"{pool.http}/v1/evict", b'{"bytes": "1GiB"}', {"Content-Type": "application/json"}, method="POST")
+        urllib.request.urlopen(request, timeout=10).close()
+        for size, space, value in zip(sizes, spaces, values, strict=True):
+            out = np.zeros_like(value)
+            codes = space.get(keys_of(1, 2), out, deadline=10.0)
+            assert codes.all(HIT if size < limit else MISS), size
+            assert size >= limit or np.array_equal(out, value), size
+        assert "Traceback" not in pool.log()
+
+
+def test_what_is_listed_on_a_tier_is_there_while_both_evict(tmp_path: Path) -> None:
+    """Field report: a batch larger than DRAM demoted its own keys and then listed them as DRAM; an eviction left the index of the other."""
+    with PoolProcess("--ssd", f"{tmp_path / 'ssd'}:32MiB", "--ssd-admission", "always", "--eviction", "lru", dram="16MiB") as pool:
+        ns, count = namespace(pool), 1000  # 62 MiB: four times DRAM, twice the SSD
+        for start in range(0, count, 100):
+            numbers = range(start, start + 100)
+            ns.put(keys_of(*numbers), pages_of(*numbers))
+            if start % 200:
+                wait_until(lambda: settled(pool), "the queue is empty")
+        wait_until(lambda: settled(pool), "the queue is empty")
+        tiers = ns.locate(keys_of(*range(count)))
+        assert {int(tier) for tier in tiers} == {Tier.DRAM, Tier.SSD, NOWHERE}
+        out = np.empty((count, SIZE), np.uint8)
+        in_dram = ns.get(keys_of(*range(count)), out, deadline=0).codes == HIT
+        assert in_dram.tolist() == (tiers == Tier.DRAM).tolist()
+        found = status(pool)
+        assert found["keys"] == np.count_nonzero(in_dram)
+        look = ns.operations.look(keys_of(*range(count)))
+        assert look is not None
+        assert found["ssd"]["keys"] == np.count_nonzero(ns.operations.on_ssd(look, keys_of(*range(count))))  # those in DRAM as well
+        listed = np.flatnonzero(tiers != NOWHERE)
+        for start in range(0, len(listed), 40):  # reads evict in turn: what is listed at a moment is there at that moment, or was
+            part = listed[start : start + 40]
+            there = ns.locate(keys_of(*part.tolist())) != NOWHERE
+            assert check(ns, *part[there].tolist()) == part[there].tolist()
