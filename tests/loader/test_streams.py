@@ -125,7 +125,7 @@ def test_the_first_layer_is_there_before_the_last_is_read(pool: umbp.Pool, disk:
         load = loader.load(keys, slots, deadline=30.0)
         for layer in range(4):
             assert load.wait(layer)
-            assert cache.has(range(COUNT), slots, layer).all()
+        early = {at: view.copy() for at, view in cache.views.items() if at[1] < 4}
         assert disk.read() == stage
         assert load.layers_ready == 4
         assert (space.locate(keys) == Tier.SSD).all(), "a page is listed before it is whole"
@@ -135,11 +135,12 @@ def test_the_first_layer_is_there_before_the_last_is_read(pool: umbp.Pool, disk:
         done = load.finish()
         assert load.choice is not None
         assert load.choice.cause == "ssd"
-    assert done.missing.tolist() == []
+    assert done.missing.tolist() == [], done.reason
     assert done.read_bytes == COUNT * SIZE
     assert np.all(np.diff(done.ready_at) >= 0)
     assert cache.has(range(COUNT), slots).all()
     assert cache.untouched(slots)
+    assert all((view[slots] == cache.views[at][slots]).all() for at, view in early.items()), "a layer was told before it was there"
     assert disk.read() == COUNT * SIZE, "a byte is read twice"
     assert (space.locate(keys) == Tier.DRAM).all()
 
@@ -151,7 +152,7 @@ def test_pages_in_dram_and_pages_that_nobody_has_are_part_of_the_same_load(pool:
     assert space.get(keys_of([0, 7, 39]), out).all(ReadStatus.HIT)
     numbers = [*range(COUNT), *range(900, 906)]
     with umbp.Loader(space, cache.tensors) as loader:
-        done = loader.load(keys_of(numbers), slots).finish()
+        done = loader.load(keys_of(numbers), slots, deadline=30.0).finish()
     assert done.missing.tolist() == list(range(40, 46))
     assert cache.has(range(COUNT), slots[:COUNT]).all()
     assert cache.untouched(slots[:COUNT])
@@ -173,7 +174,7 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more_time_than_the_deadline(po
         assert cache.has([0, 7, 39], slots[[0, 7, 39]]).all()
         before = {at: view.copy() for at, view in cache.views.items()}
         disk.free()
-        again = loader.load(keys_of(range(COUNT)), slots_for(4, COUNT)).finish()
+        again = loader.load(keys_of(range(COUNT)), slots_for(4, COUNT), deadline=30.0).finish()
         assert again.missing.tolist() == []
         assert cache.has(range(COUNT), slots_for(4, COUNT)).all()
         others = np.setdiff1d(np.arange(cache.pages), slots_for(4, COUNT))
@@ -192,7 +193,8 @@ def test_a_cancelled_load_stops_the_reading(pool: umbp.Pool, disk: Disk) -> None
         assert load.finish().missing.tolist() == list(range(COUNT))
         wait_until(lambda: pool.status()["leases"] == 0, "it has let go")
         disk.free()
-        assert loader.load(keys_of(range(COUNT)), slots).finish().missing.tolist() == []
+        done = loader.load(keys_of(range(COUNT)), slots, deadline=30.0).finish()
+        assert done.missing.tolist() == [], done.reason
         assert cache.has(range(COUNT), slots).all()
 
 
@@ -239,5 +241,6 @@ def test_a_pool_that_is_killed_in_the_middle_costs_the_pages_that_were_on_their_
         disk.free()
         server.start()
         wait_until(lambda: loader.lookup(keys_of(range(COUNT))) == COUNT, "all are found again")
-        assert loader.load(keys_of(range(COUNT)), slots).finish().missing.tolist() == []
+        done = loader.load(keys_of(range(COUNT)), slots, deadline=30.0).finish()
+        assert done.missing.tolist() == [], done.reason
         assert cache.has(range(COUNT), slots).all()

@@ -88,6 +88,14 @@ class Arrivals:
         same &= self._marks != 0
         return same
 
+    def causes(self) -> str:
+        """Why pages are lost, as far as the pool has said so; for the log."""
+        codes = self._wanted.status[self.state == LOST]
+        said = {ReadStatus.MISS: "not stored", ReadStatus.FAILED: "not readable", ReadStatus.BUSY: "without room or too late"}
+        counts = {text: int(np.count_nonzero(codes == code.value)) for code, text in said.items()}
+        counts["gone again"] = int(np.count_nonzero(self.state == LOST)) - sum(counts.values())
+        return ", ".join(f"{count} {text}" for text, count in counts.items() if count)
+
     def end(self) -> Operation[None]:
         """Wait no longer, and let go of what came."""
         yield from end(self._wanted)

@@ -94,7 +94,7 @@ class Stream:
                     return end(held, "cancelled" if load.cancelled else "the deadline passed")
                 held[rest] = arrivals.held()
                 held |= lease.check()
-                end(held, "" if held.all() else f"{int(np.count_nonzero(~held))} pages could not be had")
+                end(held, "" if held.all() else f"{int(np.count_nonzero(~held))} pages could not be had: {arrivals.causes()}")
             finally:
                 namespace.run(arrivals.end())
 
