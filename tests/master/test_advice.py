@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.master.test_cluster import IDENTITY, PAGE, put
+from tests.master.test_cluster import IDENTITY, PAGE, keys_of, put
 from tests.masters import MasterProcess, call, metric, reported, until
 from tests.pools import PoolProcess
 from umbp.layout import Namespace
@@ -58,7 +58,7 @@ def got(pool: PoolProcess, keys: np.ndarray) -> list[bytes]:
 def flood(space: umbp.Namespace, number: int, base: int = 70_000) -> int:
     """Put sixteen more pages of a prompt of their own; the number of the next."""
     keys = umbp.page_keys(np.full(16 * 16, base + number, np.uint32), page_tokens=16)
-    space.put(keys, [bytes([number % 256]) * PAGE] * 16)
+    assert not space.put(keys, [bytes([number % 256]) * PAGE] * 16).refused.any()
     return number + 1
 
 
@@ -92,9 +92,10 @@ def test_new_pages_go_where_the_placement_policy_has_them(master: MasterProcess,
     copied = reported(b, "copied")
     master.post("/v1/policies/placement", {"name": "rendezvous"}, "PUT")
     try:
-        keys = put(a, *range(100, 140))
+        keys = keys_of(*range(100, 140))
         body = {"namespace": NAMESPACE, "keys": [bytes(key).hex() for key in keys], "requester": a.name, "dry_run": True}
         placed = master.post("/v1/place", body)["nodes"]
+        put(a, *range(100, 140))
         assert {a.name, b.name} == set(placed)
         for key, node in zip(keys, placed, strict=True):
             until(lambda key=bytes(key), node=node: (node, "dram") in master.locations(key))
@@ -194,3 +195,28 @@ def test_pages_move_from_a_full_node_to_a_roomy_one_at_the_rate_that_is_allowed_
     assert (lost, wrong) == (0, 0)
     for each in (client, other):
         each.close()
+
+
+def test_a_full_node_with_a_full_neighbour_serves_on_and_what_both_had_is_kept_by_one(
+    master: MasterProcess, tight: tuple[PoolProcess, PoolProcess]
+) -> None:
+    full, _ = tight
+    with master.pool(dram="4MiB") as other:
+        master.synced(full, other)
+        clients = [umbp.connect(pool.socket) for pool in (full, other)]
+        spaces = [client.namespace(**IDENTITY) for client in clients]
+        dropped = reported(full, "dropped")
+        shared = put(full, *range(200, 216))
+        put(other, *range(200, 216))
+        numbers = [fill(space, pool, 0.88, base) for space, pool, base in zip(spaces, (full, other), (100_000, 110_000), strict=True)]
+        until(lambda: reported(full, "dropped") - dropped + reported(other, "dropped") >= len(shared))
+        for _ in range(80):  # more than both have room for, while the one that has promised to keeps what the other one dropped
+            numbers = [flood(space, number, base) for space, number, base in zip(spaces, numbers, (100_000, 110_000), strict=True)]
+        assert all(int(call(pool.http + "/v1/status")["counters"]["evicted_keys"]) > 500 for pool in (full, other))
+        for at, key in enumerate(shared):
+            (holder,) = [space for space in spaces if space.lookup(key[None]).all()]
+            page = bytearray(PAGE)
+            assert holder.get(key[None], [page]).all(umbp.ReadStatus.HIT)
+            assert bytes(page) == bytes([200 + at]) * PAGE
+        for client in clients:
+            client.close()
