@@ -32,6 +32,7 @@ TOKENS, ROW_BYTES = 64, 656
 REPEATS = 5
 STAGING_BYTES = {"cuda": 64 << 20, "cpu": 2 << 20}
 LIMITS = {"tests": 165.0, "bandwidth": 45.0, "group_2": 45.0, "group_4": 50.0, "group_8": 60.0, "overlap": 40.0}
+REHEARSAL_TIMES = 4  # eight processes that import torch, on the two cores of a machine that has other work
 
 
 # -- one rank, in a process of its own -----------------------------------------------------------------------------------------------
@@ -346,7 +347,7 @@ def run_step(name: str, mode: str, seconds: float) -> dict[str, Any]:
     if seconds < 5:
         return {"ok": False, "skipped": "no time was left for it"}
     started = time.monotonic()
-    limit = min(seconds, LIMITS[name])
+    limit = min(seconds, LIMITS[name] * (REHEARSAL_TIMES if mode == "rehearse" else 1))
     command = [sys.executable, __file__, "step", name, mode]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:

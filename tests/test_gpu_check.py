@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_T
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(*arguments: str, seconds: float = 120.0) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, seconds: float = 300.0) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "scripts/gpu_check.py", *arguments]
     environment = {name: value for name, value in os.environ.items() if name != "UMBP_LOAD"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
@@ -57,6 +57,6 @@ def test_a_load_is_compared_with_the_same_load_under_work() -> None:
 
 @pytest.mark.slow
 def test_the_whole_rehearsal_is_well() -> None:
-    done = run("--rehearse", seconds=300.0)
+    done = run("--rehearse", seconds=600.0)
     assert done.returncode == 0, done.stderr
     assert all(found["ok"] for found in json.loads(done.stdout)["steps"].values())

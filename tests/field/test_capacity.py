@@ -287,7 +287,7 @@ def _scrape(server: PoolProcess) -> dict[str, float]:
     return {name: float(value) for name, value in lines}
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=SLOW)])
+@pytest.mark.parametrize("seconds", [1.5, pytest.param(60.0, marks=SLOW)])
 def test_gauges_and_counters_are_true_at_every_scrape(seconds: float) -> None:
     sizes, capacity = (4096, 100_000, 700_000), 16 * MIB
     with PoolProcess("--lease-seconds", "0.2s", dram="16MiB") as server, umbp.connect(server.socket) as pool:

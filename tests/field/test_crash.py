@@ -130,7 +130,7 @@ def _blocks(folder: Path) -> int:
     return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_shared_memory_is_flat_over_killed_pools(times: int) -> None:
     with PoolProcess(dram="8MiB") as server:
         for turn in range(times):

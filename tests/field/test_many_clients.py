@@ -34,7 +34,7 @@ def _small_engine(child: Child, socket_path: str, seed: int) -> None:
             child.hear(60)
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_processes_at_a_time(count: int) -> None:
     with PoolProcess() as server, umbp.connect(server.socket) as pool, contextlib.ExitStack() as stack:
         children = [stack.enter_context(Child(_small_engine, server.socket, seed)) for seed in range(count)]

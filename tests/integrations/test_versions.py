@@ -19,23 +19,33 @@ def imported(module: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", f"import {module}"], env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
-@pytest.fixture
-def newer(tmp_path: Path) -> Path:
-    """A package called sglang, of a version that nobody knows, laid out otherwise."""
-    (tmp_path / "sglang" / "srt").mkdir(parents=True)
-    for folder in ("sglang", "sglang/srt"):
-        (tmp_path / folder / "__init__.py").touch()
-    (tmp_path / "sglang-9.9.9.dist-info").mkdir()
-    (tmp_path / "sglang-9.9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n")
-    return tmp_path
+def newer(folder: Path, engine: str, package: str) -> Path:
+    """An engine of a version that nobody knows, in which there is this package and nothing below it."""
+    (folder / package).mkdir(parents=True)
+    while package:
+        (folder / package / "__init__.py").touch()
+        package = package.rpartition("/")[0]
+    (folder / f"{engine}-9.9.9.dist-info").mkdir()
+    (folder / f"{engine}-9.9.9.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {engine}\nVersion: 9.9.9\n")
+    return folder
 
 
-def test_another_version_is_named_with_what_does_not_fit(newer: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "engine", "known", "package", "lacks"),
+    [
+        ("umbp.integrations.sglang", "sglang", "0.5.23", "sglang/srt", "sglang.srt.mem_cache"),
+        ("umbp.integrations.vllm", "vllm", "0.33.0", "vllm/distributed", "vllm.distributed.kv_transfer"),
+        ("umbp.integrations.vllm_offloading", "vllm", "0.33.0", "vllm/v1", "vllm.v1.kv_offload"),
+    ],
+)
+def test_another_version_is_named_with_what_does_not_fit(
+    module: str, engine: str, known: str, package: str, lacks: str, tmp_path: Path
+) -> None:
     pytest.importorskip("torch", reason="the integrations need torch: UMBP_WITH_TORCH=1 scripts/test installs it")
-    last = imported("umbp.integrations.sglang", newer).stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: this integration was run with sglang 0.5.23; installed here: 9.9.9, which does not fit (")
-    assert "No module named 'sglang.srt.mem_cache'" in last
-    assert last.endswith("Install sglang==0.5.23, or a version of umbp that knows this one.")
+    last = imported(module, newer(tmp_path, engine, package)).stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: this integration was run with {engine} {known}; installed here: 9.9.9, which does not fit (")
+    assert f"No module named '{lacks}'" in last
+    assert last.endswith(f"Install {engine}=={known}, or a version of umbp that knows this one.")
 
 
 def test_a_version_that_was_not_run_is_remarked() -> None:

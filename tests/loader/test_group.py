@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
@@ -115,6 +116,33 @@ def test_small_loads_are_alone_unless_told_otherwise(server: PoolProcess, tenant
         assert "sooner without a meeting" in found["reason"]
 
 
+def test_groups_of_one_node_load_side_by_side_each_page_once_a_group(
+    server: PoolProcess, tenant: str, object_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with data-parallel attention: each group is a subset of the ranks, with requests of its own."""
+    monkeypatch.setenv("UMBP_LOAD", "staged")
+    wanted = {"dp0": NUMBERS, "dp1": NUMBERS[20:]}
+    with contextlib.ExitStack() as stack:
+        ranks_of: dict[str, list[tuple[Cache, umbp.Loader]]] = {name: [] for name in wanted}
+        for name, made in ranks_of.items():
+            for rank in range(2):
+                cache, pool = Cache(), stack.enter_context(umbp.connect(server.socket))
+                group = umbp.Group(name, rank, 2, **PATIENT)
+                loader = umbp.Loader(cache.namespace(pool, tenant=tenant), cache.tensors, group, copy_threads=1)
+                made.append((cache, stack.enter_context(loader)))
+        loads = {
+            name: [loader.load(keys_of(wanted[name]), slots_for(rank, len(wanted[name]))) for rank, (_, loader) in enumerate(made)]
+            for name, made in ranks_of.items()
+        }
+        for name, numbers in wanted.items():
+            done = [load.finish() for load in loads[name]]
+            assert [each.missing.tolist() for each in done] == [[], []]
+            assert sum(each.read_bytes for each in done) == len(numbers) * object_bytes
+            for rank, (cache, loader) in enumerate(ranks_of[name]):
+                assert cache.has(numbers, slots_for(rank, len(numbers))).all()
+                assert loader.statistics().staged_loads == 1
+
+
 def test_an_offload_stores_each_page_once_and_shares_the_reading(server: PoolProcess, object_bytes: int) -> None:
     with ranks(server.socket, "offload", 4, **PATIENT) as group:
         for rank in range(4):
@@ -220,6 +248,7 @@ class Accidents:
         self.numbers = numbers
         self.deadlines = deadlines
         self.slack = SLACK_SECONDS
+        self.hear_seconds = HEAR_SECONDS
         self.pool = pool
         self.random = random.Random(seed)
 
@@ -242,7 +271,7 @@ class Accidents:
             self.group.tell(rank, "load", numbers=wanted[rank], slots=slots[rank], **options, **more)
         for rank in wanted:
             if rank != victim or what in ("slow", "late"):
-                self.judge(rank, self.group.hear(rank), deadline, story, rank == victim)
+                self.judge(rank, self.group.hear(rank, self.hear_seconds), deadline, story, rank == victim)
         self.recover(victim, what, deadline, story)
         for rank in wanted:
             assert self.group.ask(rank, "untouched", sentinel=sentinel if what != "kill" or rank != victim else 0xA5), (
@@ -267,10 +296,10 @@ class Accidents:
             if self.group.stopped(victim):
                 time.sleep(self.random.choice((0.0, 0.0, 0.05, deadline if deadline < 5 else 0.0)))
             # One that is slow may come to its point only now, and stop after it was told to go on: it is told until it answers.
-            until = time.monotonic() + HEAR_SECONDS
+            until = time.monotonic() + self.hear_seconds
             while not self.group.answered(victim, 0.1) and time.monotonic() < until:
                 child.signal(signal.SIGCONT)
-            self.judge(victim, self.group.hear(victim), 60.0 if deadline > 5 else deadline + 30.0, story, True)
+            self.judge(victim, self.group.hear(victim, self.hear_seconds), deadline + 30.0, story, True)
         elif what == "kill":
             self.group.start(victim)
 
