@@ -128,7 +128,7 @@ async def test_a_place_that_never_answers_costs_its_share_of_the_time(space: Any
 
 
 async def test_partial_results_at_the_deadline(space: Any) -> None:
-    numbers = [*range(7000, 7064), 1001]  # 4 MiB of slow pages: reads of half a MiB, two at a time, take 1.2 s
+    numbers = [*range(7000, 7100), 1001]  # 6 MiB of slow pages: reads of a MiB, two at a time, take 1.2 s
     out = buffer(len(numbers))
     statuses = await space.get(keys_of(*numbers), out, deadline=0.5)
     hits = np.flatnonzero(statuses.where(HIT))

@@ -22,7 +22,7 @@ from umbp import ReadStatus, WriteStatus, wire
 from umbp.errors import NotFound, ProtocolError, UmbpError, Unauthorized
 from umbp.grammar import parse_address
 from umbp.store.checksums import checksum
-from umbp.transport.base import FRAME_TYPE, PAGES_PATH, Order, Peer, decode_granted
+from umbp.transport.base import FRAME_TYPE, PAGES_PATH, Granted, Order, Peer, decode_granted
 from umbp.transport.http import HttpTransport
 
 SIZE = 256 << 10
@@ -107,7 +107,7 @@ async def test_pages_come_whole_and_in_their_places(
 
 
 async def test_pages_are_said_to_be_there_while_others_are_on_their_way(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
-    numbers = range(80)  # 20 MiB: said in two pieces, and the rest is the end
+    numbers = range(80)  # 20 MiB, said in pieces of eight
     values, keys = store(space, *numbers), keys_of(404, *numbers)
     data, offsets = np.zeros(81 * SIZE, np.uint8), np.arange(81)[::-1] * SIZE
     pieces: list[list[int]] = []
@@ -119,7 +119,7 @@ async def test_pages_are_said_to_be_there_while_others_are_on_their_way(transpor
 
     moved = await transport.read(peer_of(server), digest_of(space), SIZE, keys, data, offsets, time.monotonic() + 5, came)
     assert moved.status.tolist() == [MISS] + [HIT] * 80
-    assert pieces == [list(range(1, 33)), list(range(33, 65))]
+    assert pieces == [list(range(1, 33)), list(range(33, 65)), list(range(65, 81))]
 
 
 async def test_a_connection_is_used_again_and_replaced_when_it_is_broken(
@@ -132,6 +132,52 @@ async def test_a_connection_is_used_again_and_replaced_when_it_is_broken(
     ((line,),) = transport._idle.values()
     line.cut()
     assert (await read(transport, peer_of(server), space, keys_of(1)))[0].status.tolist() == [HIT]
+
+
+async def test_pages_that_were_said_to_be_there_are_not_written_again(transport: HttpTransport) -> None:
+    """A kept connection that breaks in the middle of an order is an error: on a new one the same pages would be received once more."""
+    keys, values = keys_of(*range(12)), values_of(range(12), 1 << 20)
+    sums = np.array([checksum(page.data) for page in values], np.uint64)
+    orders: list[int] = []
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            for whole in (True, False):
+                rest = b""
+                while b"\r\n\r\n" not in rest:
+                    rest += connection.recv(65536)
+                head, _, rest = rest.partition(b"\r\n\r\n")
+                size = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]) - 1
+                while len(rest) < size:
+                    rest += connection.recv(65536)
+                orders.append(len(rest))
+                frame = wire.encode(Granted(12, 12), np.ones(12, np.uint8), sums, np.zeros(12, np.int64))
+                answer = f"HTTP/1.1 200 OK\r\nContent-Type: {FRAME_TYPE}\r\nContent-Length: {len(frame) + values.nbytes + 12}\r\n\r\n"
+                connection.sendall(answer.encode() + frame + values.tobytes()[: len(values) * (1 << 20) if whole else 10 << 20])
+                if whole:
+                    assert connection.recv(1) == b"\x06"
+                    connection.sendall(b"\x01" * 12)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        peer = Peer("p", 1, address_of(listener))
+        data, offsets = np.zeros(12 << 20, np.uint8), np.arange(12) << 20
+        came: list[int] = []
+
+        def note(which: np.ndarray, made: np.ndarray) -> None:
+            came.extend(which.tolist())
+
+        until = time.monotonic() + 10
+        await transport.read(peer, "ab" * 32, 1 << 20, keys, data, offsets, until, note)
+        assert came == list(range(12))
+        came.clear()
+        with pytest.raises(ConnectionError):
+            await transport.read(peer, "ab" * 32, 1 << 20, keys, data, offsets, until, note)
+        assert came == list(range(8))
+        thread.join(10)
+        assert len(orders) == 2
 
 
 async def test_many_orders_at_a_time(transport: HttpTransport, server: PoolProcess, space: Any) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from umbp import wire
-from umbp.client.link import Bond
+from umbp.client.link import Bond, Look
 from umbp.client.operations import Operations
 from umbp.client.steps import Listen, Operation, Send
 from umbp.core.stages import Ranges
@@ -33,8 +33,10 @@ from umbp.layout import as_keys
 from umbp.types import I64, NOWHERE, PENDING, U8, Mask, PrefetchState, ReadStatus, Statuses, Tier
 
 FETCH_SECONDS = 2.0  # a prefill computes some 10 pages in this time: who has not come by then is better recomputed
-LISTEN_SECONDS = 0.005  # the longest without a look at the index, for pages that come by other ways: a look at 128 keys takes 0.1 ms
-ASK_SECONDS = 0.05  # between two questions what has become of the rest, where the bell did not ring for a page that is not coming
+LISTEN_SECONDS = 0.005  # the longest without hearing whether the caller has enough
+LOOK_SECONDS = 0.02  # and without a look at the index, for pages that come by other ways: a look at 128 keys takes 0.1 ms
+ASK_SECONDS = (0.25, 0.05)  # between two questions what has become of the rest, where the bell did not ring for a page that is not coming:
+# before the deadline, and after it, when the pool has ended the fetch in a moment
 ANSWER_SECONDS = 0.25  # the pool ends a fetch at its deadline; this much later the client does
 
 
@@ -66,19 +68,21 @@ class Wanted:
     lacks: int = 0
     asked_lacks: int = 0  # and when it was asked last
     parts: list[tuple[int, slice]] = field(default_factory=list)  # number of each fetch, and which of the pages are its
+    looked_at: float = 0.0
     seen: Mask = field(default_factory=lambda: np.zeros(0, bool))
+    found: tuple[I64, Look] | None = None  # the pages that the last look found, and how
 
     @property
     def over(self) -> bool:
         """Whether nothing more is to be waited for."""
         return not (self.status == PENDING).any() or time.monotonic() > self.give_up
 
-    def fresh(self) -> I64:
-        """Indices of the caller's keys that have come since this was asked last."""
-        new = (self.status == ReadStatus.HIT.value) & ~self.seen
-        self.seen |= new
-        fresh: I64 = self.which[new]
-        return fresh
+    def fresh(self) -> tuple[I64, Look | None]:
+        """Indices of the caller's keys that have come since this was asked last; and how they were found, where one look found them."""
+        new = np.flatnonzero((self.status == ReadStatus.HIT.value) & ~self.seen)
+        self.seen[new] = True
+        found, self.found = self.found, None
+        return self.which[new], found[1] if found is not None and np.array_equal(found[0], new) else None
 
     def hear(self) -> None:
         """Before a look: what comes after it will ring again."""
@@ -92,15 +96,21 @@ class Wanted:
 
     def look(self, operations: Operations, keys: U8) -> Operation[None]:
         """What has come stands in the index; the pool is asked about the rest where something did not come, and from time to time."""
+        before, now = self.rings, time.monotonic()
         self.hear()
         pending = np.flatnonzero(self.status == PENDING)
-        if len(pending) and (look := operations.look(keys[self.which[pending]])) is not None:
-            self.status[pending[look.found.hit]] = ReadStatus.HIT
-        yield from self.ask_again(time.monotonic())
+        if len(pending) and (self.rings != before or now >= self.looked_at + LOOK_SECONDS):
+            self.looked_at = now
+            if (look := operations.look(keys[self.which[pending]])) is not None and look.found.hit.any():
+                came = np.flatnonzero(look.found.hit)
+                self.status[pending[came]] = ReadStatus.HIT
+                self.found = pending[came], Look(look.bond, look.number, look.found.only(came))
+        yield from self.ask_again(now)
 
     def ask_again(self, now: float) -> Operation[None]:
         """Ask the pool what has become of the rest, if there is reason to."""
-        if self.over or (self.lacks == self.asked_lacks and now < self.asked_at + ASK_SECONDS):
+        patience = ASK_SECONDS[now >= self.give_up - ANSWER_SECONDS]
+        if self.over or (self.lacks == self.asked_lacks and now < self.asked_at + patience):
             return
         self.asked_at, self.asked_lacks = now, self.lacks
         assert self.bond is not None
@@ -122,8 +132,9 @@ def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: floa
     try:
         yield from ask(operations, wanted, array, seconds)
         while True:
-            if len(fresh := wanted.fresh()):
-                codes[fresh] = (yield from operations.read(array[fresh], rows.only(fresh), verify)).codes
+            fresh, look = wanted.fresh()
+            if len(fresh):
+                codes[fresh] = (yield from operations.read(array[fresh], rows.only(fresh), verify, look)).codes
             if wanted.over:
                 break
             yield from wanted.pause()

@@ -129,12 +129,12 @@ class Operations:
             self.note_once(array)
         return (yield from self.read(array, rows, verify))
 
-    def read(self, array: U8, rows: Rows, verify: str) -> Operation[Statuses]:
-        """`get` of what is in DRAM, of arguments that were checked, without a word to the access history."""
+    def read(self, array: U8, rows: Rows, verify: str, look: Look | None = None) -> Operation[Statuses]:
+        """`get` of what is in DRAM, of arguments that were checked, without a note to the history. ``look``: theirs, if it was made."""
         status = np.full(len(array), ReadStatus.MISS.value, np.uint8)
         if not len(array):
             return Statuses(status, ReadStatus)
-        look = self.look(array)
+        look = look or self.look(array)
         if look is None:
             status[:] = ReadStatus.BUSY.value
             return Statuses(status, ReadStatus)

@@ -414,11 +414,12 @@ class Fetching:
             return
         now = self.now()
         waited = self.fetches.land(now, batch, which.tolist(), codes[which])
-        self._keep(now, batch, which, codes, waited, ours)
+        # First who sleeps in another process: that he comes before the pages are leased for him is no matter, as nothing goes meanwhile.
+        self.bell.ring((ticket.session for ticket in waited if ticket.session > 0), lacking=bool((codes[which] != ReadStatus.HIT).any()))
         for ticket in waited:
             if ticket.over and ticket.number in self._over:
                 self._over[ticket.number].set()
-        self.bell.ring((ticket.session for ticket in waited if ticket.session > 0), lacking=bool((codes[which] != ReadStatus.HIT).any()))
+        self._keep(now, batch, which, codes, waited, ours)
         if self.fetches.queued:
             self._more.set()  # what was not to be had near by is queued again
 

@@ -228,13 +228,17 @@ class Receive:
         self._tell = tell
         self._lock = threading.Lock()
         self._over = False
+        self._answered = False
 
     def run(self) -> Moved:
         """The whole of it. A kept connection that proves broken before it answered is replaced once."""
         try:
             if self.line is not None:
-                with contextlib.suppress(ConnectionError):
+                try:
                     return self._order_and_receive()
+                except ConnectionError:
+                    if self._answered:  # pages of it may be in use already: nothing may be written there once more
+                        raise
                 self._drop()
             with self._lock:
                 if self._over:
@@ -274,6 +278,7 @@ class Receive:
             head.append(f"Authorization: Bearer {self._token}")
         line.send("\r\n".join([*head, "", ""]).encode() + frame, self.deadline)
         rest = self._answer(line)
+        self._answered = True
         granted, rest = self._granted(line, rest)
         offsets = self._offsets[granted.held]
         sums = self.receive(line, rest, granted, offsets)
@@ -347,7 +352,7 @@ class Receive:
             for place, offset in enumerate(part, start):
                 sums[place] = digest(data[offset : offset + size]) or 1
             done = start + len(part)
-            if (done - told) * size >= PIECE_BYTES and done < len(offsets):
+            if (done - told) * size >= PIECE_BYTES or done == len(offsets):  # the last ones too: the receipt is no matter for who waits
                 right = told + np.flatnonzero(sums[told:done] == granted.sums[told:done])
                 self._tell(held[right], sums[right])
                 told = done
