@@ -354,6 +354,15 @@ def visibility(master: MasterProcess, rounds: int = 60) -> None:
     row("from a commit to the master's answer", times, target="p99 < 50 ms", met=met)
 
 
+def alone(master: MasterProcess, pools: Pools, seconds: float, verb: str, what: str) -> None:
+    """What one of these costs the master, while it does nothing else."""
+    before = harness.cpu_seconds(master.pid)
+    pools.tell(f"{verb} {seconds}")
+    rate = float(pools.read())
+    each = (harness.cpu_seconds(master.pid) - before) / (rate * seconds) * 1e6
+    harness.emit(bench="master", case=f"{what}, and nothing else", each_per_s=round(rate), master_cpu_us_each=round(each, 3))
+
+
 def measure(arguments: argparse.Namespace, master: MasterProcess, pools: Pools, empty: int) -> None:
     host, port = "127.0.0.1", int(master.http.rpartition(":")[2])
     call, seconds, nodes, keys = Call(host, port), arguments.seconds, arguments.nodes, arguments.keys
@@ -387,11 +396,14 @@ def measure(arguments: argparse.Namespace, master: MasterProcess, pools: Pools, 
     row("locate", times, master_cpu_ms=round(clock.cpu_ms, 2), target="p50 < 2 ms", met=bool(np.percentile(times, 50) < 2e-3))
     single(call, clock, source, "route of one key")
     visibility(master)
+    alone(master, pools, seconds, "churn", "events")
+    alone(master, pools, seconds, "trickle", f"bundles of {SMALL} keys, {nodes} nodes at once")
     pools.tell(f"churn {seconds}")
     times = clock(frames(route_frame), plan, seconds)
     rate = float(pools.read())
     met = bool(np.percentile(times, 99) < 10e-3) and rate >= 2e5
-    row("route while events come", times, others_per_s=round(rate), target=">= 200 K events a second, p99 < 10 ms", met=met)
+    more = {"others_per_s": round(rate), "target": ">= 200 K events a second, p99 < 10 ms", "met": met}
+    row("route while events come", times, **more)
     pools.tell(f"trickle {seconds}")
     times = clock(frames(route_frame), plan, seconds)
     row(f"route while {nodes} nodes tell {SMALL} keys each, at once", times, bundles_per_s=round(float(pools.read())))

@@ -3,7 +3,7 @@
 Theory of operation. All of it runs in one event loop, that of `python -m umbp.master` or of a pool with an embedded master; pools reach it
 by HTTP or, in the same process, by these methods. Bundles and pieces are applied in slices, and the loop serves others between two of
 them (`umbp.master.intake`); things of one node are in order, by a lock a node. Time passes in `run`: twenty ticks a second, more while
-there is something to sweep.
+there is something to sweep, with a tenth of the processor.
 
 Every `PROBE_SECONDS`, and when a fetch from it failed, each node is asked by the address that it advertises who it is. One that does not
 answer as itself is not named as a source: it may beat and yet have told a wrong address. A fetch that worked says more than the question.
@@ -37,6 +37,7 @@ from umbp.wire import Blob, decode, encode
 
 log = logging.getLogger("umbp.master")
 TICK_SECONDS = 0.05
+SWEEP_SHARE = 0.1  # of the processor, at the most: nobody waits for it, and everybody would wait behind it
 PROBE_SECONDS = 10.0
 PROBES_AT_A_TIME = 8
 TRUST_FETCH_SECONDS = 30.0
@@ -339,7 +340,9 @@ class MasterService:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._probing())
             while True:
+                began = time.thread_time()
                 busy = self.core.tick(self.now(), active=self.store.active)
+                spent = time.thread_time() - began
                 if (faults := self.core.choices.faults) != said:
                     said = faults
                     log.error("%s", "; ".join(faults) or "policies are well again")
@@ -351,7 +354,7 @@ class MasterService:
                     self._news.set()
                 if self.store.shared and self.store.active:
                     await self._hand_on()
-                await asyncio.sleep(0.002 if busy else TICK_SECONDS)
+                await asyncio.sleep(min(TICK_SECONDS, max(0.002, spent / SWEEP_SHARE)) if busy else TICK_SECONDS)
 
     async def _hand_on(self) -> None:
         """Advice for nodes that speak to other masters."""
