@@ -209,14 +209,23 @@ async def test_bad_arguments_are_named(space: Any) -> None:
             await call()
 
 
-async def test_a_flush_while_pages_are_on_their_way(space: Any, face: int) -> None:
+async def on_its_way(pool: Any) -> None:
+    """Until a fetch has begun."""
+
+    async def begun() -> bool:
+        return bool((await pool.status())["being_written"])
+
+    await until(begun)
+
+
+async def test_a_flush_while_pages_are_on_their_way(pool: Any, space: Any, face: int) -> None:
     async def get() -> Any:
         call = asyncio.to_thread(space._inner.get, keys, buffer(1)) if isinstance(space, Plain) else space.get(keys, buffer(1))
         return await call
 
     keys = keys_of(7200 + face)
     task = asyncio.ensure_future(get())
-    await asyncio.sleep(0.1)
+    await on_its_way(pool)
     await space.flush()
     assert (await task).all(MISS)
     assert not (await space.lookup(keys)).any()
@@ -226,7 +235,7 @@ async def test_cancelled_while_it_waits_leaves_nothing(server: PoolProcess) -> N
     async with await umbp.connect_async(server.socket) as pool:
         space = await pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE), tenant="cancelled")
         task = asyncio.ensure_future(space.get(keys_of(7300), buffer(1)))
-        await asyncio.sleep(0.05)
+        await on_its_way(pool)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

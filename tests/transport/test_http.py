@@ -290,7 +290,7 @@ def test_memory_that_is_given_to_others_while_a_slow_reader_reads_is_not_the_gra
     values = store(space, *range(16))  # 4 MiB: some of it is in the kernel's buffers, the rest is still to be sent
     reader = ByHand(server, space, keys_of(*range(16)), 20.0)
     assert reader.held == 16
-    time.sleep(0.2)
+    eventually(lambda: len(reader.connection.recv(1 << 16, socket.MSG_PEEK)) == 1 << 16, "some of it is in the kernel's buffers")
     assert space.remove(keys_of(*range(16))).all()
     for start in range(100, 400, 50):  # through the whole of the memory, more than once
         space.put(keys_of(*range(start, start + 50)), values_of(range(start, start + 50), SIZE))
@@ -417,13 +417,14 @@ async def test_whoever_answers_something_else_is_an_error(
 
 async def test_who_is_cancelled_ends_when_nothing_is_written_any_more(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
     store(space, *range(40))
-    data = np.zeros(40 * SIZE, np.uint8)
-    task = asyncio.ensure_future(
-        transport.read(
-            peer_of(server), digest_of(space), SIZE, keys_of(*range(40)), data, np.arange(40) * SIZE, time.monotonic() + 5, print
-        )
-    )
-    await asyncio.sleep(0.004)
+    data, begun = np.zeros(40 * SIZE, np.uint8), asyncio.Event()
+
+    def came(which: np.ndarray, sums: np.ndarray) -> None:
+        begun.set()
+
+    until, offsets = time.monotonic() + 5, np.arange(40) * SIZE
+    task = asyncio.ensure_future(transport.read(peer_of(server), digest_of(space), SIZE, keys_of(*range(40)), data, offsets, until, came))
+    await begun.wait()  # 8 of 10 MiB are there, the rest may be on its way
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
