@@ -119,10 +119,11 @@ def changes_of(folder: Path, seed: int) -> int:
 
 
 @pytest.mark.parametrize(("seed", "keep"), [(1, 1.0), (2, 0.0), (3, 0.5), (4, 0.9)], ids=["kill", "drop all", "drop half", "drop few"])
-def test_every_promise_holds_whatever_change_was_the_last(tmp_path: Path, seed: int, keep: float) -> None:
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])  # every second change, and all of them
+def test_every_promise_holds_whatever_change_was_the_last(tmp_path: Path, seed: int, keep: float, step: int) -> None:
     changes = changes_of(tmp_path / "whole", seed)
     assert changes > 40
-    for last in range(changes):
+    for last in range(seed % step, changes, step):
         system = Forgetful(last)
         run = Run(tmp_path / str(last), seed, system)
         try:
