@@ -107,6 +107,22 @@ def test_a_put_is_refused_and_not_held_up_where_all_is_claimed() -> None:
     desk.pool.check()
 
 
+def test_a_put_takes_another_page_where_its_victim_was_claimed_at_the_last_moment() -> None:
+    desk = Desk()
+    area, claims = desk.open(), [7, 6, 5]  # the deepest goes first
+    found = find(desk.pool, desk.row, *range(8))
+
+    def at_fence() -> None:
+        if claims:
+            at = found.ids[[claims.pop(0)]]
+            desk.claim_ids(area, at, desk.pool.table.versions_of(at))
+
+    desk.at_fence = at_fence
+    assert put(desk.pool, desk.row, 100, now=LATER) == ["stored"]
+    assert stored(desk.pool, desk.row, 7, 6, 5, 4) == [True, True, True, False]
+    desk.pool.check()
+
+
 def test_what_is_removed_or_flushed_is_not_held() -> None:
     desk = Desk()
     area = desk.open()

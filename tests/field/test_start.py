@@ -26,6 +26,7 @@ from tests.field.people import keys_of, open_namespace, values_of
 from tests.pools import ROOT, PoolProcess
 from umbp import ReadStatus, WriteStatus
 from umbp.machine import MEMORY_FILESYSTEMS, filesystem
+from umbp.pool.server import bind_unix
 
 MIB = 1 << 20
 
@@ -201,6 +202,8 @@ def test_socket_that_is_alive_or_no_socket_at_all(folder: Path) -> None:
     done = subprocess.run([*second[:5], "--socket", str(plain), *second[7:]], capture_output=True, text=True, cwd=ROOT, timeout=30)
     assert done.returncode == 2
     assert plain.read_text() == "precious"
+    with pytest.raises(umbp.Conflict, match="folder"):
+        bind_unix(f"{plain}/pool.sock")
 
 
 def test_connect_where_nobody_listens_says_what_to_start(folder: Path) -> None:

@@ -32,6 +32,7 @@ FEW = 8  # "few" is less than one in this many
 SMALLER = 4  # victims this many times smaller than the object are not worth freeing one by one
 VICTIMS_MAX = 4096  # asked of a policy at once
 SLICE_KEYS = 256
+LAST_MOMENT_MAX = 8  # times that others are looked for because all victims were claimed just then
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,15 +176,14 @@ class Room:
 
     def _evict(self, now: float, keys: int, *, row: int = -1) -> int:
         """Evict this many objects, or as many as can go."""
-        gone = 0
-        while gone < keys:
+        gone, tries = 0, LAST_MOMENT_MAX
+        while gone < keys and tries:
             victims = self._victims(now, np.inf, keys - gone, row=row)
             if not len(victims):
                 break
             now_gone = self.objects.hide(victims, evicted=True)
             gone += now_gone
-            if not now_gone:  # all of them were claimed meanwhile
-                break
+            tries -= not now_gone
         return gone
 
     def _free_some(self, now: float, size: int, count: int, taken: I64) -> bool:
@@ -191,22 +191,28 @@ class Room:
 
         ``taken`` are offsets of such objects that are allocated already and belong to no entry yet.
         """
-        objects = self.objects
+        for _ in range(LAST_MOMENT_MAX):
+            victims = self._to_go(now, size, count, taken)
+            if not len(victims) or self.objects.hide(victims, evicted=True):
+                return len(victims) > 0
+        return False
+
+    def _to_go(self, now: float, size: int, count: int, taken: I64) -> I64:
+        """What `_free_some` frees; none if nothing can go that would help."""
+        objects, none = self.objects, np.empty(0, np.int64)
         if objects.evictable == 0:
-            return False
+            return none
         need = rounded(size) * count
         average = max(1, objects.used_bytes // max(1, objects.capacity - objects.free_ids))
         missing = max(rounded(size), need - objects.allocator.free_bytes)
         victims = self._victims(now, missing, -(-missing // average) + 8)
         if not len(victims):
-            return False
+            return none
         scattered = objects.allocator.free_bytes >= need or objects.size[victims[0]] * SMALLER < size
         if scattered:
             window = self._window(now, size, int(objects.offset[victims[0]]), taken)
-            if window is None:
-                return False
-            victims = window
-        return objects.hide(victims, evicted=True) > 0
+            return none if window is None else window
+        return victims
 
     def _window(self, now: float, size: int, near: int, taken: I64) -> I64 | None:
         """The objects to evict for one run of ``size``: the cheapest window near an offset, else anywhere. None if there is no window."""

@@ -381,7 +381,12 @@ class PoolServer:
 def bind_unix(path: str) -> sockets.socket:
     """A listening Unix socket of mode 0600. A stale file goes; a live listener is a Conflict."""
     folder = os.path.dirname(path)
-    os.makedirs(folder, mode=0o700, exist_ok=True)
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise Conflict(
+            f"cannot make the folder {folder}: {error.strerror}", field="socket", example="--socket /run/umbp/pool.sock"
+        ) from None
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise Conflict(f"{path} exists and is not a socket", field="socket", example="--socket /run/umbp/pool.sock")
