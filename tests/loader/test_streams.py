@@ -62,6 +62,13 @@ def ssd_status(pool: PoolProcess) -> dict[str, int]:
         return json.load(answer)["ssd"]
 
 
+def merged(pool: PoolProcess) -> int:
+    """Pages that were asked for while they were on their way already."""
+    with urllib.request.urlopen(f"{pool.http}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return int(float(next(line for line in lines if line.startswith("umbp_fetch_merged_pages_total ")).split()[1]))
+
+
 def cache_of() -> Cache:
     return Cache({"kv": ((WIDTH,) * LAYERS, torch.uint8)})
 
@@ -156,6 +163,30 @@ def test_pages_in_dram_and_pages_that_nobody_has_are_part_of_the_same_load(pool:
     assert done.missing.tolist() == list(range(40, 46))
     assert cache.has(range(COUNT), slots[:COUNT]).all()
     assert cache.untouched(slots[:COUNT])
+
+
+def test_ranks_of_a_group_share_one_read_of_the_disk_and_each_moves_for_itself(server: PoolProcess, pool: umbp.Pool, disk: Disk) -> None:
+    caches, places = [cache_of(), cache_of()], [slots_for(8, COUNT), slots_for(9, COUNT)]
+    disk.let(0)
+    before = merged(server)
+    with umbp.connect(server.socket) as other:
+        loaders = [
+            umbp.Loader(cache.namespace(client, tenant="t"), cache.tensors, umbp.Group("g", rank, 2))
+            for rank, (cache, client) in enumerate(zip(caches, (pool, other), strict=True))
+        ]
+        loads = [loader.load(keys_of(range(COUNT)), slots, deadline=30.0) for loader, slots in zip(loaders, places, strict=True)]
+        wait_until(lambda: merged(server) == before + COUNT, "both wait for the same pages")
+        disk.free()
+        for load, cache, slots in zip(loads, caches, places, strict=True):
+            done = load.finish()
+            assert done.missing.tolist() == [], done.reason
+            assert load.choice is not None
+            assert (load.choice.mover, load.choice.cause) == ("solo", "ssd")
+            assert cache.has(range(COUNT), slots).all()
+            assert cache.untouched(slots)
+        assert disk.read() == COUNT * SIZE
+        for loader in loaders:
+            loader.close()
 
 
 def test_a_disk_that_hangs_costs_its_pages_and_no_more_time_than_the_deadline(pool: umbp.Pool, disk: Disk) -> None:
