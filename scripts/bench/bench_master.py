@@ -355,11 +355,13 @@ def visibility(master: MasterProcess, rounds: int = 60) -> None:
 
 
 def alone(master: MasterProcess, pools: Pools, seconds: float, verb: str, what: str) -> None:
-    """What one of these costs the master, while it does nothing else."""
+    """What one of these costs the master, beside what it does without (heartbeats, a sweep), and while nobody asks it anything."""
+    idle = harness.cpu_seconds(master.pid)
+    time.sleep(seconds)
     before = harness.cpu_seconds(master.pid)
     pools.tell(f"{verb} {seconds}")
     rate = float(pools.read())
-    each = (harness.cpu_seconds(master.pid) - before) / (rate * seconds) * 1e6
+    each = (harness.cpu_seconds(master.pid) - before - (before - idle)) / (rate * seconds) * 1e6
     harness.emit(bench="master", case=f"{what}, and nothing else", each_per_s=round(rate), master_cpu_us_each=round(each, 3))
 
 
