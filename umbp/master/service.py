@@ -31,6 +31,7 @@ from umbp.master import protocol as say
 from umbp.master.intake import Intake
 from umbp.master.relay import Relay
 from umbp.master.store import Alone, Store
+from umbp.policies.base import CLUSTER_EVICTION
 from umbp.store.index import key_words
 from umbp.types import F64, U8, U64, Tier
 from umbp.wire import Blob, decode, encode
@@ -147,6 +148,7 @@ class MasterService:
             warnings=warnings,
             advice=advice,
             masters=self.masters(),
+            judges=self.core.counts.routes > 0 and self.core.choices.names[CLUSTER_EVICTION] != "none",
         )
 
     def lives(self, node: str, body: say.Heartbeat) -> Member:

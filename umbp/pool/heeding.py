@@ -12,7 +12,8 @@ kept are spared for `KEEP_SECONDS`: nothing takes them as long as anything else 
 it asked last, and `AHEAD_SECONDS` before they would go, so that the word is there, or is given again, before a page is gone. Without an
 answer its own policy is all there is, as ever.
 
-Cost: a peek at the policy's next victims and 33 bytes a page, once a heartbeat, and nothing as long as the pool has room.
+Cost: a peek at the policy's next victims and 33 bytes a page, once a heartbeat, and nothing as long as the pool has room or no route was
+asked of the master.
 """
 
 from __future__ import annotations

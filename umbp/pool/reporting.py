@@ -94,6 +94,7 @@ class Reporter:
         self._synced = asyncio.Event()
         self._named: set[bytes] = set()  # namespaces whose identity this registration has told
         self._number = self._sweep = 0
+        self._judges = False  # whether the master spoken to knows what the cluster asks for
         self._said = ""
 
     def __repr__(self) -> str:
@@ -200,6 +201,7 @@ class Reporter:
         body = say.Heartbeat(registration=self.registration, tiers=self._tiers(), measured=measured, held=held, done=done)
         beat = await self.port.beat(self.name, body, self._patience())
         self.heeding.answered(len(held), len(done))
+        self._judges = beat.judges
         self.draining = beat.state == "draining"
         self.warnings = [f"the master says: {warning}" for warning in beat.warnings]
         if beat.resync:
@@ -212,7 +214,7 @@ class Reporter:
         """Before pages go, once a heartbeat. A master that does not answer changes nothing."""
         while True:
             await asyncio.sleep(self.heartbeat_seconds)
-            if self.registration:
+            if self.registration and self._judges:
                 try:
                     await self.heeding.consult(self.port, self.name, self.registration, self._patience())
                 except UmbpError as error:
