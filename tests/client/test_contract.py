@@ -403,3 +403,27 @@ async def test_close_with_calls_on_their_way_is_bounded(server: PoolProcess) -> 
         await pool.close()
         for status in await asyncio.gather(*tasks):
             assert status.all(WriteStatus.STORED, WriteStatus.UNAVAILABLE)
+
+
+async def test_close_gives_back_what_is_being_filled_once_nobody_fills_it(pool: Any, server: PoolProcess) -> None:
+    """The process lives on, so nothing else would ever tell the pool that its memory is free."""
+    closing: Any = Plain(umbp.connect(server.socket)) if isinstance(pool, Plain) else await umbp.connect_async(server.socket)
+    space = await closing.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE), tenant="closing")
+    filling, goes_on = threading.Event(), threading.Event()
+
+    def fill(items: np.ndarray, data: np.ndarray, offsets: np.ndarray) -> None:
+        filling.set()
+        assert goes_on.wait(10)
+
+    async def in_thread(function: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        return await asyncio.to_thread(asyncio.run, function(*args)) if isinstance(pool, Plain) else await function(*args)
+
+    put = asyncio.ensure_future(in_thread(space.fill, keys_of(1), fill))
+    assert await asyncio.to_thread(filling.wait, 10)
+    end = asyncio.ensure_future(in_thread(closing.close))
+    await until(lambda: asyncio.sleep(0, closing.connected is False))
+    goes_on.set()
+    await end
+    assert (await put).all(WriteStatus.UNAVAILABLE)
+    status = await pool.status()
+    assert (status["abandoned"], status["being_written"]) == (0, 0)

@@ -165,8 +165,9 @@ class AsyncPool:
                 async with asyncio.timeout(CLOSE_SECONDS_MAX):
                     if (call := self._link.take_notes()) is not None:
                         await self._connection.send(call)
-                    if not self._link.is_filling():
-                        await self._connection.call(Call(wire.Bye()))
+                    while not self._link.seal():  # noqa: ASYNC110 - copies in threads, which take milliseconds
+                        await asyncio.sleep(0.001)
+                    await self._connection.call(Call(wire.Bye()))
         self._down()
         self._link.unmap()
 

@@ -289,10 +289,11 @@ class Link:
         with self._lock:
             return [bond for bond in self.owed if bond not in self._filling]
 
-    def is_filling(self) -> bool:
-        """Whether reserved memory is being written right now."""
+    def seal(self) -> bool:
+        """No copy into reserved memory starts any more: a goodbye gives it back. Whether none is under way either."""
         with self._lock:
-            return bool(self._filling)
+            self.bond = None
+            return not self._filling
 
     def forked(self) -> None:
         """In the child of a fork: the parent's session, writes, leases and notes are not ours."""

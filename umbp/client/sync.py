@@ -207,7 +207,10 @@ class Pool:
                 with contextlib.suppress(UmbpError, OSError):
                     self._connection.hurry(CLOSE_SECONDS_MAX)
                     self._send_notes()
-                    if not self._link.is_filling():
+                    until = time.monotonic() + CLOSE_SECONDS_MAX
+                    while not (still := self._link.seal()) and time.monotonic() < until:
+                        time.sleep(0.001)  # copies of other threads, which take milliseconds
+                    if still:
                         self._connection.call(Call(wire.Bye()))
             self._down()
         finally:
@@ -225,9 +228,7 @@ class Pool:
         if not self._lock.acquire(timeout=call.seconds):
             raise DeadlineExceeded(f"other calls took {call.seconds:.3g} s")
         try:
-            connection = self._connected()
-            if call.bond is not None and call.bond is not self._link.bond:
-                raise Unavailable("the connection to the pool was lost")
+            connection = self._connected(call.bond)
             try:
                 return connection.call(call)
             except BaseException as error:
@@ -242,9 +243,7 @@ class Pool:
     def send(self, call: Send) -> None:
         """One message of an operation that has no reply."""
         with self._lock:
-            connection = self._connected()
-            if call.bond is not None and call.bond is not self._link.bond:
-                raise Unavailable("the connection to the pool was lost")
+            connection = self._connected(call.bond)
             try:
                 connection.send(call)
             except BaseException:
@@ -252,9 +251,11 @@ class Pool:
                 self._waker.wake()
                 raise
 
-    def _connected(self) -> Connection:
+    def _connected(self, bond: object) -> Connection:
         if self._connection is None or self._link.closed:
             raise Unavailable("the pool is closed" if self._link.closed else f"no pool on {self._link.address} at the moment")
+        if bond is not None and bond is not self._link.bond:
+            raise Unavailable("the connection to the pool was lost")
         return self._connection
 
     def run(self, operation: Operation[T]) -> T:
@@ -342,8 +343,7 @@ def _background(reference: weakref.ref[Pool]) -> None:
             return
         wait, backoff = pool._round(backoff)
         pool._sleeps_long = wait > SPARE_SECONDS
-        if pool._link.keeps_spares:  # asked after that is said: a put looks the other way round
-            wait = min(wait, SPARE_SECONDS)
+        wait = min(wait, SPARE_SECONDS) if pool._link.keeps_spares else wait  # asked after that was said: a put looks the other way round
         waker, connection = pool._waker, pool._connection
         socket_fd = connection.fileno() if connection is not None else -1  # asked once: another thread may be closing it
         del pool, connection
