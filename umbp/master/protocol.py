@@ -36,7 +36,7 @@ from umbp.errors import ProtocolError
 from umbp.types import Tier
 from umbp.wire import Message, decode, encode
 
-KEYS_MAX = 8192  # of one bundle or piece: 265 KiB, applied in some 10 ms, in slices
+KEYS_MAX = 8192  # of one bundle or piece: 265 KiB, applied in some 3 ms, in slices
 SPACES_MAX = 128  # namespaces of one bundle or piece; their identities are 230 KiB at the most
 IDENTITY_BYTES_MAX = 1800
 KEEP_SECONDS = 30.0

@@ -12,7 +12,8 @@ ever, the outbox overflows at its bound, and the next master is sent everything:
 
 What the master advises, and what it is asked before pages go (`_consulting`), is in `umbp.pool.heeding`.
 
-Cost: an idle pool sends one heartbeat a second. A key that comes or goes costs 2 us here, off the path of the put.
+Cost: an idle pool sends one heartbeat a second. A key that comes or goes costs 0.6 us here, off the path of the put,
+with the embedded master; in batches of what came within `GATHER_SECONDS_MAX`.
 """
 
 from __future__ import annotations
