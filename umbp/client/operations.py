@@ -46,7 +46,7 @@ RELEASE_SECONDS_MAX = 2.0  # who does not hear of it in this time takes the leas
 LEASE_SECONDS_MIN = 2.0  # a shorter lease is waited for this long
 Fill = Callable[[I64, U8, I64], None]
 """(which items of the batch, the segment's data, their offsets in it): write those objects, and return only when it is done."""
-NO_ROOM = [WriteStatus.ALL_LEASED.value, WriteStatus.FRAGMENTED.value, WriteStatus.KEY_LIMIT.value]
+NO_ROOM = frozenset((WriteStatus.ALL_LEASED.value, WriteStatus.FRAGMENTED.value, WriteStatus.KEY_LIMIT.value))
 VERIFY = ("never", "sampled", "always")
 SAMPLE_ONE_IN = 16
 
@@ -330,8 +330,9 @@ class Operations:
         if codes is None:
             wanted = self.opened.pages_ahead(len(keys), self.object_bytes) if ahead else 0
             codes = yield from self._write(bond, number, keys, items, fill, parent, wanted)
-        refused = np.flatnonzero(np.isin(codes, NO_ROOM))
-        if len(refused) and (yield from self.link.return_spares(0.0)):  # what is kept for the next put is no reason to refuse this one
+        if not NO_ROOM.isdisjoint(codes.tobytes()) and (yield from self.link.return_spares(0.0)):
+            # What is kept for the next put is no reason to refuse this one.
+            refused = np.flatnonzero(np.isin(codes, list(NO_ROOM)))
             codes[refused] = yield from self._write(bond, number, keys[refused], items[refused], fill, b"", 0)
         status[:] = codes
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
