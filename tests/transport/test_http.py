@@ -23,7 +23,7 @@ from umbp.errors import NotFound, ProtocolError, UmbpError, Unauthorized
 from umbp.grammar import parse_address
 from umbp.store.checksums import checksum
 from umbp.transport.base import FRAME_TYPE, PAGES_PATH, Granted, Order, Peer, decode_granted
-from umbp.transport.http import HttpTransport
+from umbp.transport.http import HttpTransport, Receive
 
 SIZE = 256 << 10
 HIT, MISS, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.FAILED
@@ -431,6 +431,25 @@ async def test_who_is_cancelled_ends_when_nothing_is_written_any_more(transport:
     data[:] = 7
     await asyncio.sleep(0.05)
     assert (data == 7).all()
+
+
+async def test_who_is_cancelled_just_when_all_has_come_keeps_no_connection_open(
+    transport: HttpTransport, server: PoolProcess, space: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(space, 1)
+    loop, run, lines = asyncio.get_running_loop(), Receive.run, []
+
+    def cancelled(self: Receive) -> Any:
+        moved = run(self)
+        lines.append(self.line)
+        loop.call_soon_threadsafe(task.cancel)  # before the loop hears of the end
+        return moved
+
+    monkeypatch.setattr(Receive, "run", cancelled)
+    task = asyncio.ensure_future(read(transport, peer_of(server), space, keys_of(1)))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [line._socket.fileno() for line in lines] == [-1]
 
 
 def test_connections_leave_nothing_behind(server: PoolProcess, space: Any, pool: umbp.Pool) -> None:

@@ -79,6 +79,7 @@ class HttpTransport:
             task.cut()
             with contextlib.suppress(Exception):
                 await work
+            task.drop()  # it may have ended well just before
             raise
         self._keep(peer.address, task.line)
         self.received_bytes += moved.size_bytes
@@ -239,7 +240,7 @@ class Receive:
                 except ConnectionError:
                     if self._answered:  # pages of it may be in use already: nothing may be written there once more
                         raise
-                self._drop()
+                self.drop()
             with self._lock:
                 if self._over:
                     raise ConnectionAbortedError("cancelled")
@@ -250,7 +251,7 @@ class Receive:
                     raise ConnectionAbortedError("cancelled")
             return self._order_and_receive()
         except BaseException:
-            self._drop()
+            self.drop()
             raise
 
     def cut(self) -> None:
@@ -260,7 +261,8 @@ class Receive:
             if self.line is not None:
                 self.line.cut()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Close the connection, if there is one."""
         with self._lock:
             if self.line is not None:
                 self.line.close()
