@@ -241,12 +241,14 @@ def test_the_cap_of_a_day_and_the_quota_of_a_namespace_hold(folder: Path) -> Non
             f"{pool.http}/v1/namespaces/0/quota", json.dumps({"quota": "2MiB"}).encode(), {"Content-Type": "application/json"}, method="PUT"
         )
         urllib.request.urlopen(request, timeout=10).close()
-        for start in range(0, 400, 20):
+        for start in range(0, 4000, 20):
             ns.put(keys_of(*range(start, start + 20)), pages_of(*range(start, start + 20)))
             wait_until(lambda: settled(pool), "the queue is empty")
-        found = status(pool)
-        assert found["namespaces"][0]["ssd_bytes"] <= 2 << 20
-        assert found["ssd"]["written_today_bytes"] <= 10 << 20
+            found = status(pool)
+            assert found["namespaces"][0]["ssd_bytes"] <= 2 << 20
+            assert found["ssd"]["written_today_bytes"] <= 10 << 20
+            if found["ssd"]["capped_keys"]:  # how many puts that takes depends on the disk: what left DRAM before its turn was not written
+                break
         assert found["ssd"]["capped_keys"] > 0
         pool.kill()
         pool.segment.unlink()
@@ -427,18 +429,27 @@ def test_what_is_listed_on_a_tier_is_there_while_both_evict(tmp_path: Path) -> N
             if start % 200:
                 wait_until(lambda: settled(pool), "the queue is empty")
         wait_until(lambda: settled(pool), "the queue is empty")
-        tiers = ns.locate(keys_of(*range(count)))
-        assert {int(tier) for tier in tiers} == {Tier.DRAM, Tier.SSD, NOWHERE}
-        out = np.empty((count, SIZE), np.uint8)
+        before, out = ns.locate(keys_of(*range(count))), np.empty((count, SIZE), np.uint8)
         in_dram = ns.get(keys_of(*range(count)), out, deadline=0).codes == HIT
-        assert in_dram.tolist() == (tiers == Tier.DRAM).tolist()
-        found = status(pool)
-        assert found["keys"] == np.count_nonzero(in_dram)
-        look = ns.operations.look(keys_of(*range(count)))
-        assert look is not None
-        assert found["ssd"]["keys"] == np.count_nonzero(ns.operations.on_ssd(look, keys_of(*range(count))))  # those in DRAM as well
+        tiers = ns.locate(keys_of(*range(count)))  # some may still have been evicted ahead of need meanwhile
+        assert {int(tier) for tier in tiers} == {Tier.DRAM, Tier.SSD, NOWHERE}
+        assert in_dram[(before == Tier.DRAM) & (tiers == Tier.DRAM)].all()
+        assert not in_dram[(before != Tier.DRAM) & (tiers != Tier.DRAM)].any()
+
+        def shown() -> tuple[int, int]:
+            """Pages that clients see in DRAM, and on SSD, those in DRAM as well."""
+            look = ns.operations.look(keys_of(*range(count)))
+            assert look is not None
+            return int(look.found.hit.sum()), int(ns.operations.on_ssd(look, keys_of(*range(count))).sum())
+
+        # When the last writes and evictions have ended the pool counts what its clients see.
+        wait_until(lambda: shown() == (status(pool)["keys"], status(pool)["ssd"]["keys"]), "the pool counts what clients see")
         listed = np.flatnonzero(tiers != NOWHERE)
-        for start in range(0, len(listed), 40):  # reads evict in turn: what is listed at a moment is there at that moment, or was
-            part = listed[start : start + 40]
-            there = ns.locate(keys_of(*part.tolist())) != NOWHERE
-            assert check(ns, *part[there].tolist()) == part[there].tolist()
+        found_again = 0
+        for start in range(0, len(listed), 40):  # what is read makes others go, on both tiers: then no index has them any more
+            part = listed[start : start + 40].tolist()
+            there = check(ns, *part)
+            gone = sorted(set(part) - set(there))
+            assert not gone or (ns.locate(keys_of(*gone)) == NOWHERE).all()
+            found_again += len(there)
+        assert found_again > len(listed) // 2

@@ -159,6 +159,14 @@ def test_a_quota_holds_on_this_tier_and_takes_only_its_own(tmp_path: Path) -> No
     assert held(tier, *range(12)) == [8, 9, 10, 11]
     assert held(tier, *range(10), place=other) == list(range(10))
     assert put(tier, *range(20, 30)).count(WriteStatus.OVER_QUOTA) == 6
+    under_way = tier.write_steps(
+        20.0, Batch(PLACE, keys_of(40, 41), [body(40).data, body(41).data], np.zeros(2, np.uint64), straight=False)
+    )
+    waiting = next(under_way)
+    assert put(tier, 50, 51, 52, now=21.0) == [STORED, STORED, WriteStatus.OVER_QUOTA]  # what is on its way counts
+    wait(waiting)
+    finish(under_way)
+    assert held(tier, *range(20, 60)) == [40, 41, 50, 51]
     tier.check()
     tier.close()
 

@@ -247,11 +247,11 @@ class SsdTier:
         items = items[:count]
         part = Writing(batch, digest, status)
         self.writing.update(((number, names[at]), part) for at in items)
-        self.ledger.pending_bytes += len(items) * padded(batch.size)
+        self.ledger.begin(number, len(items) * padded(batch.size))
         try:
             yield from self._write(now, part, items, able)
         finally:
-            self.ledger.pending_bytes -= len(items) * padded(batch.size)
+            self.ledger.end(number, len(items) * padded(batch.size))
             for at in items:
                 del self.writing[number, names[at]]
             part.ended.set_result(None)

@@ -80,7 +80,8 @@ class Ledger:
         self.day, self.day_bytes = 0, 0
         self.held: dict[int, int] = {}  # bytes on disk by number of the namespace
         self.drive_of: dict[int, Drive] = {}  # by the identity of a file
-        self.pending_bytes = 0
+        self.pending_bytes = 0  # being written
+        self.pending: dict[int, int] = {}  # the same by namespace number: what is on its way counts against its quota
         self.pages_bytes_max = 0  # a limit below that of the disks; 0: theirs
 
     def __repr__(self) -> str:
@@ -139,6 +140,7 @@ class Ledger:
                 count, reason = spare, WriteStatus.NOT_ADMITTED
         quota = self.naming.quota_of(number)
         if quota:
+            quota -= self.pending.get(number, 0)
             excess = self.held.get(number, 0) + count * each - quota
             if excess > 0:
                 self.evict(now, excess, -(-excess // each), kept, number=number)
@@ -156,6 +158,18 @@ class Ledger:
         if self.catalog.free_ids < count:
             count, reason = self.catalog.free_ids, WriteStatus.KEY_LIMIT
         return count, reason
+
+    def begin(self, number: int, size_bytes: int) -> None:
+        """So many bytes of a namespace are being written from now on."""
+        self.pending_bytes += size_bytes
+        self.pending[number] = self.pending.get(number, 0) + size_bytes
+
+    def end(self, number: int, size_bytes: int) -> None:
+        """They are written, or given up."""
+        self.pending_bytes -= size_bytes
+        self.pending[number] -= size_bytes
+        if not self.pending[number]:
+            del self.pending[number]
 
     def evict(self, now: float, size_bytes: int, count: int, kept: I64, *, number: int = -1) -> int:
         """Forget pages by the policy's choice, none of those ``kept``, until so many bytes are free and so many are gone; bytes freed."""
