@@ -26,7 +26,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any
@@ -52,7 +51,6 @@ log = logging.getLogger("umbp.pool.fetching")
 BATCHES_MAX = 64
 READS_MAX = 16  # at a time, over all places
 PART_BYTES_MIN = 16 << 20  # what is less is not parted so that both reads of a place have something to do: a part costs 2 ms of processors
-AT_ONCE = READS_PER_PLACE if len(os.sched_getaffinity(0)) > 2 else 1  # reads of one offer: two processors are busy with one
 PART_SHARE = 16  # a part takes at most one in this many bytes of the pool
 ATTEMPTS = 2
 READ_SECONDS_MAX = 2.0  # what takes longer is of no use to a prefill
@@ -282,7 +280,7 @@ class Fetching:
                 staged = self.staged.pages_max(len(mine), space)
                 parts += [Part(source, offer, left[mine[:staged]], staged=True)] if staged else []
                 mine = mine[staged:]
-            half = max(PART_BYTES_MIN, -(-len(mine) * space.object_bytes // AT_ONCE))
+            half = max(PART_BYTES_MIN, -(-len(mine) * space.object_bytes // READS_PER_PLACE))
             step = max(1, min(source.read_bytes_max, room, half) // space.object_bytes)
             parts += [Part(source, offer, left[mine[start : start + step]]) for start in range(0, len(mine), step)]
         parts.sort(key=lambda part: int(part.which[0]))
