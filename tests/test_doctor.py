@@ -227,6 +227,14 @@ def test_sockets_that_answer_and_that_do_not(environ: dict[str, str], listening:
     assert found == {"default.sock": "ok", "stale.sock": "warn"}
 
 
+def test_the_socket_that_this_users_clients_use_is_looked_at(environ: dict[str, str], tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "elsewhere.sock"))
+        server.listen()
+        (found,) = doctor.sockets(world({**environ, "UMBP_POOL": str(tmp_path / "elsewhere.sock")}))
+    assert (Path(found.found.split()[0]).name, found.status) == ("elsewhere.sock", "ok")
+
+
 def test_a_folder_of_sockets_that_others_can_write_is_bad(environ: dict[str, str], tmp_path: Path) -> None:
     folder = tmp_path / "sockets"
     os.chmod(folder, stat.S_IMODE(folder.stat().st_mode) | 0o022)

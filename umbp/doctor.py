@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from umbp.config import PoolConfig, load_pool_config, runtime_dir
+from umbp.config import POOL_VARIABLE, PoolConfig, load_pool_config, runtime_dir
 from umbp.errors import ConfigError
 from umbp.grammar import format_size
 from umbp.machine import MEMORY_FILESYSTEMS, filesystem, fit_dram, probe_memory, text_or_empty
@@ -336,7 +336,10 @@ def sockets(world: World) -> list[Finding]:
     if folder.is_dir() and (stat.S_IMODE(folder.stat().st_mode) & 0o022 or folder.stat().st_uid != os.getuid()):
         advice = f"chmod 700 {folder}, or set UMBP_RUNTIME_DIR: another user could put a socket of his own there"
         findings.append(Finding("socket folder", "bad", f"{folder} can be written by others or is not ours", advice))
-    paths = sorted({*folder.glob("*.sock"), Path(world.config.socket)}) if folder.is_dir() else [Path(world.config.socket)]
+    named = {Path(world.config.socket)}
+    if (other := world.environ.get(POOL_VARIABLE, "")) and "://" not in other:  # where this user's clients look
+        named.add(Path(other))
+    paths = sorted({*folder.glob("*.sock"), *named}) if folder.is_dir() else sorted(named)
     there = [path for path in paths if path.exists()]
     if not there:
         return [*findings, Finding("socket", "info", f"no pool listens at {world.config.socket}", "start one: python -m umbp.pool")]

@@ -304,7 +304,7 @@ class Operations:
             try:
                 yield from self._put_chunk(array[chunk], np.arange(chunk.start, chunk.stop), fill, before, part, ahead=ahead)
             except Unavailable:
-                part[part < WriteStatus.ALL_LEASED.value] = WriteStatus.UNAVAILABLE.value
+                part[part == WriteStatus.PENDING.value] = WriteStatus.UNAVAILABLE.value  # the other answers stay true
             before = array[chunk.stop - 1].tobytes()
         return Statuses(status, WriteStatus)
 
@@ -330,11 +330,11 @@ class Operations:
         if codes is None:
             wanted = self.opened.pages_ahead(len(keys), self.object_bytes) if ahead else 0
             codes = yield from self._write(bond, number, keys, items, fill, parent, wanted)
+        status[:] = codes
         if not NO_ROOM.isdisjoint(codes.tobytes()) and (yield from self.link.return_spares(0.0)):
             # What is kept for the next put is no reason to refuse this one.
             refused = np.flatnonzero(np.isin(codes, list(NO_ROOM)))
-            codes[refused] = yield from self._write(bond, number, keys[refused], items[refused], fill, b"", 0)
-        status[:] = codes
+            status[refused] = yield from self._write(bond, number, keys[refused], items[refused], fill, b"", 0)
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
         while WriteStatus.PENDING.value in status.tobytes():
