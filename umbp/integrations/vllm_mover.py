@@ -156,7 +156,7 @@ class Mover(OffloadingWorker):  # type: ignore[misc]
         """Something to wait for before blocks are touched: the device may be using them still. None on a CPU."""
         if self._device.type == "cpu":
             return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 

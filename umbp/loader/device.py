@@ -164,4 +164,5 @@ def granule_of(tensors: KvTensors) -> int:
 
 
 def _bits(plane: Plane) -> int:
-    return plane.nbytes | plane.object_offset | plane.pages.data_ptr() | plane.pages.stride(0)
+    bits: int = plane.nbytes | plane.object_offset | plane.pages.data_ptr() | plane.pages.stride(0)
+    return bits

@@ -41,7 +41,7 @@ class GpuRuntime:
     def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         self.name = "hip" if torch.version.hip is not None else "cuda"
-        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.init()
         self._found = driver
 
     def __repr__(self) -> str:
@@ -56,7 +56,8 @@ class GpuRuntime:
 
     def use(self) -> AbstractContextManager[None]:
         """See `Runtime.use`."""
-        return torch.cuda.device(self.device)
+        here: AbstractContextManager[None] = torch.cuda.device(self.device)
+        return here
 
     def register(self, memory: U8) -> int:
         """See `Runtime.register`."""
@@ -96,14 +97,15 @@ class GpuRuntime:
 
     def stream(self) -> Any:
         """See `Runtime.stream`."""
-        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        return torch.cuda.Stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
         """See `Runtime.on`."""
-        return torch.cuda.stream(stream)
+        here: AbstractContextManager[None] = torch.cuda.stream(stream)
+        return here
 
     def mark(self) -> Mark:
         """See `Runtime.mark`."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return GpuMark(event, self.device)

@@ -82,7 +82,7 @@ def prove(runtime: Runtime, kernels: Any, *, world: int, rank: int, granule: int
             return Window.of(memory.data_ptr(), offsets, places, device)
 
         def loaded() -> bool:
-            same = torch.equal(target.view(pages, size).flip(0).reshape(-1), source)
+            same = bool(torch.equal(target.view(pages, size).flip(0).reshape(-1), source))
             target.zero_()
             return same
 
