@@ -10,6 +10,7 @@ import pytest
 
 from tests.core.cluster import DIGEST, DRAM, PAGE_BYTES, SSD, Cluster, Node, runs, words
 from umbp.core.directory import Locations
+from umbp.core.engines import SILENT_SECONDS_MAX
 from umbp.core.master import Part
 from umbp.core.membership import DEAD, SUSPECT
 from umbp.errors import Conflict, InvalidRequest, LimitReached, NotFound, UnknownNode
@@ -237,6 +238,20 @@ def test_engines_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.master.external(cluster.now, "e", "a", DIGEST, Tier.HBM, words([1]), present=True)
     with pytest.raises(LimitReached, match="engines"):
         cluster.master.external(cluster.now, "f", "a", DIGEST, Tier.HBM, words([1]), present=True)
+
+
+def test_a_silent_engine_is_forgotten_and_one_that_says_nothing_new_is_not() -> None:
+    cluster = Cluster("a")
+    master, now = cluster.master, cluster.now
+    for engine in ("dead", "quiet"):
+        master.external(now, engine, "a", DIGEST, Tier.HBM, words([1]), present=True)
+    assert master.external(now + 150, "quiet", "a", DIGEST, Tier.HBM, words([]), present=True) == 0
+    assert master.engines.expire(now + SILENT_SECONDS_MAX) == []
+    assert master.engines.expire(now + SILENT_SECONDS_MAX + 1) == ["dead"]
+    assert master.locate(now, DIGEST, words([1]))[1].tolist() == [1]
+    assert list(master.engines.engines) == ["quiet"]
+    assert master.engines.expire(now + 1000) == ["quiet"]
+    master.check()
 
 
 def test_what_only_engines_have_is_not_a_source_for_pools() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import eventually
+from tests.field.people import Child, eventually
 from tests.pools import PoolProcess
 from umbp.client.http import PoolHttp
 from umbp.errors import InvalidRequest, UmbpError
@@ -256,6 +257,40 @@ def test_a_real_master_knows_where_pages_are_and_is_told_again_when_it_restarts(
         eventually(lambda: hbm_keys() == 3, "all of it is told again")
         feed.close()
         publisher.close()
+
+
+def _engine(child: Child, endpoint: str) -> None:
+    """An engine's publisher that stores two pages when it is told to."""
+    publisher = Publisher(endpoint)
+    child.say(publisher.endpoint)
+    while True:
+        number = child.hear(120)
+        words = (np.arange(2 * PAGE) + number * 100_000).tolist()
+        publisher.publish(BlockStored(hashes_of(umbp.page_keys(words, PAGE)), None, words, PAGE, None, "GPU"))
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_that_is_gone_holds_nothing(end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_feed, "ENGINE_SECONDS_MAX", 1.0)
+    monkeypatch.setattr(kv_feed, "ASK_SECONDS", 0.2)
+    master, said = Master(), iter(range(1, 10_000))
+
+    def holds(engine: Child) -> bool:
+        engine.say(next(said))  # again and again: a subscription takes a moment, and what was published before it is lost
+        return bool(master.tiers["hbm"])
+
+    with Child(_engine, "tcp://127.0.0.1:*") as engine:
+        endpoint = engine.hear()
+        feed = Feed(Source(endpoint, "node7-a.0", "node7-a", NAMESPACE), master.url)
+        eventually(lambda: holds(engine), "its pages are known")
+        engine.signal(end)
+        eventually(lambda: not master.tiers["hbm"], "they are forgotten")
+        assert feed.lost == 1
+    with Child(_engine, endpoint) as engine:
+        assert engine.hear() == endpoint
+        eventually(lambda: holds(engine), "and known again when it is back")
+    feed.close()
+    master.close()
 
 
 def test_tokens_that_no_key_is_made_of_are_counted_and_it_goes_on(world: World) -> None:

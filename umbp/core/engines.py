@@ -2,6 +2,9 @@
 
 An engine belongs to a member node and is known by its first report. Each of its tiers is a holder of the directory, so a tier is cleared by
 dropping its holder, whatever it holds. Nothing of an engine counts while its node is dead, and all of it is dropped with the node.
+
+An engine can die where its node lives on. So who reports for it says something again and again, if only that nothing has changed (a report
+without keys); an engine of which nothing was heard for `SILENT_SECONDS_MAX` has nothing any more.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from umbp.errors import Conflict, LimitReached, NotFound
 from umbp.types import U32, U64, Tier
 
 ENGINES_MAX = 4096
+SILENT_SECONDS_MAX = 200.0  # three times what a feed takes to tell all anew
 TIERS = (Tier.HBM, Tier.HOST)
 
 
@@ -83,6 +87,13 @@ class Engines:
         if tier is None:
             del self.engines[name]
         return gone
+
+    def expire(self, now: float) -> list[str]:
+        """Clear the engines that have been silent too long; their names."""
+        silent = [engine.name for engine in self.engines.values() if now > engine.reported_at + SILENT_SECONDS_MAX]
+        for name in silent:
+            self.clear(name)
+        return silent
 
     def clear_node(self, node: str) -> None:
         """All engines of a node are gone."""

@@ -409,6 +409,8 @@ class Master:
         """
         for changed in self.membership.tick(now, judge=active):
             self._changed(now, changed)
+        for engine in self.engines.expire(now):
+            self._happens(now, "engine silent", engine, "its keys are forgotten")
         if active:
             self.advisor.tick(now)
         return self.directory.sweep(SWEEP_ROWS)

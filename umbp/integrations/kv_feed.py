@@ -10,6 +10,9 @@ was seen with them.
 What the engine holds is kept as a state per tier, and changes go out in pieces. Whatever puts the state in doubt (a gap in the numbers that
 no replay fills, a number that starts again, a master that does not answer) ends in the same way: the tier is cleared there and told anew.
 It is told anew every `REFRESH_SECONDS` too, as a master that restarted has forgotten it.
+
+An engine that dies, or stands still, holds nothing that a router should send anyone to: when its connection ends, or it does not answer
+for `ENGINE_SECONDS_MAX`, all of it is cleared. When the engine is back, or was only cut off, its replay or its next events tell what it has.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ FLUSH_SECONDS = 0.05
 REFRESH_SECONDS = 60.0
 RETRY_SECONDS = (0.2, 5.0)  # after the master did not answer: first, longest
 REPLAY_SECONDS = 2.0
+ENGINE_SECONDS_MAX = 10.0
+ASK_SECONDS = 2.0  # how often an engine is asked whether it is there, by the transport itself
 
 
 class Chains:
@@ -172,7 +177,7 @@ class Feed:
         self._zmq = zmq
         self.source = source
         self.holdings = Holdings()
-        self.gaps = self.posts = self.unread = 0
+        self.gaps = self.posts = self.unread = self.lost = 0
         self._refresh_seconds = refresh_seconds
         self._http = PoolHttp(master, token)
         self._next: int | None = None
@@ -180,6 +185,9 @@ class Feed:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, source.topic)
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(ASK_SECONDS * 1000))
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(ENGINE_SECONDS_MAX * 1000))
+        self._ends = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
             self._connect(self._socket, source.endpoint, "events", "tcp://127.0.0.1:5557")
             if source.replay is not None:
@@ -219,6 +227,7 @@ class Feed:
                 flush_at = time.monotonic() + FLUSH_SECONDS
                 while (left := flush_at - time.monotonic()) > 0 and self._socket.poll(max(1, int(left * 1000))):
                     self._take(*self._socket.recv_multipart()[-2:])
+                self._watch()
                 now = time.monotonic()
                 if now >= refresh_at:
                     self.holdings.doubtful = True
@@ -239,6 +248,15 @@ class Feed:
                 self.gaps += 1
                 self.holdings.clear()
                 self._stop.wait(RETRY_SECONDS[0])
+
+    def _watch(self) -> None:
+        """See whether the engine is still there. What it sent last has been read."""
+        while self._ends.poll(0):
+            self._ends.recv_multipart()
+            log.warning("the connection to %s has ended: what it held is forgotten", self.source.engine)
+            self.lost += 1
+            self._next = None
+            self.holdings.clear()
 
     def _take(self, number_bytes: bytes, payload: bytes) -> None:
         number = int.from_bytes(number_bytes, "big")

@@ -116,7 +116,10 @@ class Place(Body, frozen=True):
 
 
 class External(Body, frozen=True):
-    """Keys in an engine's own cache: ``add`` and ``remove`` are additive per tier; ``clear`` comes first and is of the whole tier."""
+    """Keys in an engine's own cache: ``add`` and ``remove`` are additive per tier; ``clear`` comes first and is of the whole tier.
+
+    An engine of which nothing is heard for 200 s is forgotten: a report without any of these says that it lives.
+    """
 
     engine: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", examples=["node7-a.0"])]
     node: Annotated[str, Meta(max_length=64, examples=["node7-a"])]
@@ -204,7 +207,7 @@ class Handlers:
         service, digest, tier = self.service, bytes.fromhex(body.namespace), Tier[body.tier.upper()]
         changed = await service.clear(body.engine, tier) if body.clear else 0
         for keys, present in ((body.remove, False), (body.add, True)):
-            if keys:
+            if keys or (present and not body.remove and not body.clear):
                 words, size = keys_words(keys), body.page_bytes
                 changed += await service.external(body.engine, body.node, digest, tier, words, present=present, object_bytes=size)
         return doc.Reported(keys=changed)

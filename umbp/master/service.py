@@ -322,7 +322,7 @@ class MasterService:
             said = _External(engine, digest, int(tier), present, object_bytes)
             await self.store.enter("external", node, msgspec.msgpack.encode((said, words.tobytes())))
         news = 0
-        for start in range(0, len(words), SLICE):
+        for start in range(0, max(1, len(words)), SLICE):  # also without keys: it says that the engine lives
             part = words[start : start + SLICE]
             news += self.core.external(self.now(), engine, node, digest, tier, part, present=present, object_bytes=object_bytes)
             await asyncio.sleep(0)
