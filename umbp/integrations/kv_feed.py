@@ -12,7 +12,7 @@ no replay fills, a number that starts again, a master that does not answer) ends
 It is told anew every `REFRESH_SECONDS` too, as a master that restarted has forgotten it.
 
 An engine that dies, or stands still, holds nothing that a router should send anyone to: when its connection ends, or it does not answer
-for `ENGINE_SECONDS_MAX`, all of it is cleared. When the engine is back, or was only cut off, its replay or its next events tell what it has.
+for `ENGINE_SECONDS_MAX`, all of it is cleared. When it is back, or was only cut off, its replay or its next events tell what it has.
 """
 
 from __future__ import annotations
