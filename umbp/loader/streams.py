@@ -118,7 +118,7 @@ class Stream:
                 ):
                     return False
                 self._ready = layers
-            if self._ready == len(self._needs):
+            if self._ready == len(self._needs) and arrivals.over:  # a page with all its bytes is committed a moment later
                 return True
             namespace.run(arrivals.pause())
 
