@@ -313,15 +313,11 @@ class NamespaceOpened(Message, frozen=True, tag="namespace"):
 
 
 class Reserved(Message, frozen=True, tag="reserved"):
-    """``crowded``: other clients are writing, or have memory for their next put; what found no room may find some when they are through.
-
-    Arrays: status u8[n], mine u8[n], ids i64[m], offsets i64[m].
-    """
+    """Arrays: status u8[n], mine u8[n], ids i64[m], offsets i64[m]."""
 
     number: int
     n: int
     m: int
-    crowded: bool = False
 
 
 class Statuses(Message, frozen=True, tag="statuses"):

@@ -112,18 +112,3 @@ def test_memory_ahead_is_no_reason_to_refuse_a_put() -> None:
             with space.lease(keys_of(*range(count))) as lease:
                 assert lease.held.all()
                 assert [each.code for each in space.put(keys_of(100, 101), values_of([100, 101], SIZE))] == ["stored", "all_leased"]
-
-
-def test_memory_that_another_client_has_ahead_is_no_reason_to_refuse_a_put() -> None:
-    """All but that is leased: the other one gives it back when it does not put, and the put waits for it."""
-    with PoolProcess("--watermark-high", "1.0", "--watermark-low", "0.99", "--lease-share", "1.0", dram="1MiB") as server:
-        count = server.ready["dram_bytes"] // SIZE - 1
-        with umbp.connect(server.socket) as pool, umbp.connect(server.socket) as other:
-            space, theirs = (each.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE)) for each in (pool, other))
-            for number in range(count):
-                assert theirs.put(keys_of(number), values_of([number], SIZE))[0].code == "stored"
-            with space.lease(keys_of(*range(count))) as lease:
-                assert lease.held.all()
-                assert f"umbp_spare_bytes {SIZE}.0" in http(f"{server.http}/metrics"), "the other one has none: this shows nothing"
-                assert [each.code for each in space.put(keys_of(100), values_of([100], SIZE))] == ["stored"]
-                assert lease.held.all()

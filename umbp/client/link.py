@@ -174,7 +174,6 @@ class Link:
         self.statistics = ClientStatistics()
         self.namespaces: list[Opened] = []
         self.leases: dict[int, Lease] = {}  # those of this session, by number
-        self.crowded = False  # what the last put found no room for may find some soon: others are writing
         self.owed: set[Bond] = set()
         self.keeps_spares = False  # there may be some, to be given back if nobody uses them
         self._filling: Counter[Bond] = Counter()

@@ -40,7 +40,6 @@ from umbp.store.index import W_PLACE, W_VERSION, key_words, place_word
 from umbp.types import I64, KEY_BYTES, U8, U64, Mask, ReadStatus, Statuses, Tier, WriteStatus
 
 CHUNK_BYTES = 64 << 20  # about 5 ms of copying between two checks
-ROOM_SECONDS_MAX = 3.0  # and so long for memory of others that are writing, or have some for their next put
 IN_FLIGHT_SECONDS_MAX = 2.0  # a put waits this long for another client that is writing the same key
 # An answer that does not come costs the connection, and with it all that this client holds: no less than a busy machine needs.
 RELEASE_SECONDS_MAX = 2.0  # who does not hear of it in this time takes the lease for lost: what was read is then judged by versions
@@ -299,20 +298,17 @@ class Operations:
         before = b"" if parent is None else as_keys([parent], "parent")[0].tobytes()
         status = np.full(len(array), WriteStatus.UNAVAILABLE.value, np.uint8)
         step = max(1, min(wire.BATCH_MAX, CHUNK_BYTES // self.object_bytes))
-        room_by = time.monotonic() + ROOM_SECONDS_MAX
         for start in range(0, len(array), step):
             chunk = slice(start, min(start + step, len(array)))
             part = status[chunk]
             try:
-                yield from self._put_chunk(array[chunk], np.arange(chunk.start, chunk.stop), fill, before, part, room_by, ahead)
+                yield from self._put_chunk(array[chunk], np.arange(chunk.start, chunk.stop), fill, before, part, ahead=ahead)
             except Unavailable:
                 part[part == WriteStatus.PENDING.value] = WriteStatus.UNAVAILABLE.value  # the other answers stay true
             before = array[chunk.stop - 1].tobytes()
         return Statuses(status, WriteStatus)
 
-    def _put_chunk(
-        self, keys: U8, items: I64, fill: Fill, parent: bytes, status: U8, room_by: float, ahead: Fill | None
-    ) -> Operation[None]:
+    def _put_chunk(self, keys: U8, items: I64, fill: Fill, parent: bytes, status: U8, *, ahead: Fill | None) -> Operation[None]:
         """Store these ``keys``, the caller's ``items``; ``status`` is theirs."""
         # A put of pages that are all stored makes no call. Where the first is new most are: to ask for all then costs more than it saves.
         current = self._current_or_none()
@@ -335,15 +331,12 @@ class Operations:
             wanted = self.opened.pages_ahead(len(keys), self.object_bytes) if ahead else 0
             codes = yield from self._write(bond, number, keys, items, fill, parent, wanted)
         status[:] = codes
-        while not NO_ROOM.isdisjoint(status.tobytes()):
-            # What is kept for a next put is no reason to refuse this one: our own, and what others have for a second.
-            if not (yield from self.link.return_spares(0.0)):
-                if not self.link.crowded or time.monotonic() > room_by:
-                    break
-                yield Pause(0.02)
-            refused = np.flatnonzero(np.isin(status, list(NO_ROOM)))
+        if not NO_ROOM.isdisjoint(codes.tobytes()) and (yield from self.link.return_spares(0.0)):
+            # What is kept for the next put is no reason to refuse this one.
+            refused = np.flatnonzero(np.isin(codes, list(NO_ROOM)))
             status[refused] = yield from self._write(bond, number, keys[refused], items[refused], fill, b"", 0)
-        give_up, pause = time.monotonic() + IN_FLIGHT_SECONDS_MAX, 0.001
+        give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
+        pause = 0.001
         while WriteStatus.PENDING.value in status.tobytes():
             pending = np.flatnonzero(status == WriteStatus.PENDING.value)
             look = self.look(keys[pending])
@@ -387,7 +380,6 @@ class Operations:
         status: U8 = blob.take(np.uint8, reply.n).copy()
         mine = blob.take(np.uint8, reply.n).astype(bool)
         ids, offsets = blob.take(np.int64, reply.m), blob.take(np.int64, reply.m)
-        self.link.crowded = reply.crowded
         if not len(ids):
             return status
         done = yield from self._fill(bond, reply.number, items if len(ids) == len(items) else items[mine], offsets, fill, ahead)

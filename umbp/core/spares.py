@@ -15,8 +15,8 @@ It is a reservation in all that follows: given back when its session's process i
 never given is free then), an orphan after a restart of the pool. It is a favour: there is none where a quota or an admission policy has a
 say in each put, none that would cost an eviction (room above the high watermark is not touched), at most `BYTES_MAX` a session, and one in
 `SHARE` bytes and keys of the pool. What is ready goes back before anyone is refused for want of room, and clients give back what they were
-given before they take a refusal. What other clients were given, and may be filling, stays; they give it back after a second without a put,
-and a client that finds no room meanwhile waits for that long.
+given before they take a refusal. What other clients were given, and may be filling, stays: for a second it can be what lacks where leases
+and pins leave no more than that of the pool.
 
 A put without one reserves first. Whoever cannot use its spare, since it is over, some of the pages are stored or on their way already, or
 the namespace has a quota by now, is told so at the commit, and reserves.

@@ -204,8 +204,7 @@ class Session(asyncio.Protocol):
         blob.end()
         made = self.server.pool.begin_reserve(now, self.session, message.row, keys, parent, message.seconds, number=message.number)
         self.server.wake()
-        others = len(made.ids) < message.n and any(each.session != self.session for each in self.server.pool.writes.open.values())
-        header = wire.Reserved(made.number, message.n, len(made.ids), others)
+        header = wire.Reserved(made.number, message.n, len(made.ids))
         return wire.encode(header, made.status, made.mine.view(np.uint8), made.ids, made.offsets)
 
     def commit(self, message: wire.Commit, blob: wire.Blob, now: float) -> bytes:
