@@ -112,3 +112,18 @@ def test_memory_ahead_is_no_reason_to_refuse_a_put() -> None:
             with space.lease(keys_of(*range(count))) as lease:
                 assert lease.held.all()
                 assert [each.code for each in space.put(keys_of(100, 101), values_of([100, 101], SIZE))] == ["stored", "all_leased"]
+
+
+def test_memory_that_is_given_back_for_a_put_costs_none_of_its_pages() -> None:
+    """One page can go and one is ahead: two of three are stored, and stay."""
+    with PoolProcess("--watermark-high", "1.0", "--watermark-low", "0.99", "--lease-share", "1.0", dram="1MiB") as server:
+        count = server.ready["dram_bytes"] // SIZE - 1
+        with umbp.connect(server.socket) as pool:
+            space = pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE))
+            for number in range(count):
+                assert space.put(keys_of(number), values_of([number], SIZE))[0].code == "stored"
+            with space.lease(keys_of(*range(1, count))) as lease:
+                assert lease.held.all()
+                answers = [each.code for each in space.put(keys_of(100, 101, 102), values_of([100, 101, 102], SIZE))]
+                assert answers == ["stored", "stored", "all_leased"]
+                assert space.lookup(keys_of(100, 101, 102)).tolist() == [True, True, False]

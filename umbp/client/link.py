@@ -338,17 +338,17 @@ class Link:
         if (notes := self.take_notes()) is not None:
             yield notes
 
-    def return_spares(self, idle_seconds: float) -> Operation[bool]:
-        """Give back the memory for next puts that has not been used for so long; whether there was any."""
-        some = False
+    def return_spares(self, idle_seconds: float) -> Operation[int]:
+        """Give back the memory for next puts that has not been used for so long; how many bytes that was."""
+        size = 0
         for opened, spare in self._idle_spares(time.monotonic() - idle_seconds):
             try:
                 yield spare.returned()
             except BaseException:  # not sent, or the connection is over: nobody else would give it back
                 opened.spares.append(spare)
                 raise
-            some = True
-        return some
+            size += len(spare.offsets) * opened.identity.layout.object_bytes
+        return size
 
     def _idle_spares(self, before: float) -> Iterator[tuple[Opened, Spare]]:
         """Memory that was asked for before this time, taken off the queues."""

@@ -331,10 +331,12 @@ class Operations:
             wanted = self.opened.pages_ahead(len(keys), self.object_bytes) if ahead else 0
             codes = yield from self._write(bond, number, keys, items, fill, parent, wanted)
         status[:] = codes
-        if not NO_ROOM.isdisjoint(codes.tobytes()) and (yield from self.link.return_spares(0.0)):
-            # What is kept for the next put is no reason to refuse this one.
-            refused = np.flatnonzero(np.isin(codes, list(NO_ROOM)))
-            status[refused] = yield from self._write(bond, number, keys[refused], items[refused], fill, b"", 0)
+        if not NO_ROOM.isdisjoint(codes.tobytes()):
+            # What is kept for the next put is no reason to refuse this one. For more than that what was just stored would have to go.
+            room = (yield from self.link.return_spares(0.0)) // self.object_bytes
+            refused = np.flatnonzero(np.isin(codes, list(NO_ROOM)))[:room]
+            if len(refused):
+                status[refused] = yield from self._write(bond, number, keys[refused], items[refused], fill, b"", 0)
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
         while WriteStatus.PENDING.value in status.tobytes():
