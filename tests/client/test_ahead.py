@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -100,30 +101,31 @@ async def test_memory_ahead_is_not_for_other_numbers_of_pages_nor_after_a_quota(
     assert sum((await space.lookup(keys_of(*range(200, 240)))).tolist()) <= 8, "the quota holds"
 
 
-def test_memory_ahead_is_no_reason_to_refuse_a_put() -> None:
-    """All but what this client has ahead is leased: a put of another number of pages gets that too."""
+@contextlib.contextmanager
+def full_but_for_one_ahead() -> Iterator[tuple[PoolProcess, umbp.Namespace, int]]:
+    """A small pool where all pages are stored but one, which the client has ahead: pool, namespace, how many are stored."""
     with PoolProcess("--watermark-high", "1.0", "--watermark-low", "0.99", "--lease-share", "1.0", dram="1MiB") as server:
         count = server.ready["dram_bytes"] // SIZE - 1
         with umbp.connect(server.socket) as pool:
             space = pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE))
             for number in range(count):
                 assert space.put(keys_of(number), values_of([number], SIZE))[0].code == "stored"
-            assert f"umbp_spare_bytes {SIZE}.0" in http(f"{server.http}/metrics"), "none was given: this shows nothing"
-            with space.lease(keys_of(*range(count))) as lease:
-                assert lease.held.all()
-                assert [each.code for each in space.put(keys_of(100, 101), values_of([100, 101], SIZE))] == ["stored", "all_leased"]
+            yield server, space, count
+
+
+def test_memory_ahead_is_no_reason_to_refuse_a_put() -> None:
+    """All but what this client has ahead is leased: a put of another number of pages gets that too."""
+    with full_but_for_one_ahead() as (server, space, count):
+        assert f"umbp_spare_bytes {SIZE}.0" in http(f"{server.http}/metrics"), "none was given: this shows nothing"
+        with space.lease(keys_of(*range(count))) as lease:
+            assert lease.held.all()
+            assert [each.code for each in space.put(keys_of(100, 101), values_of([100, 101], SIZE))] == ["stored", "all_leased"]
 
 
 def test_memory_that_is_given_back_for_a_put_costs_none_of_its_pages() -> None:
     """One page can go and one is ahead: two of three are stored, and stay."""
-    with PoolProcess("--watermark-high", "1.0", "--watermark-low", "0.99", "--lease-share", "1.0", dram="1MiB") as server:
-        count = server.ready["dram_bytes"] // SIZE - 1
-        with umbp.connect(server.socket) as pool:
-            space = pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE))
-            for number in range(count):
-                assert space.put(keys_of(number), values_of([number], SIZE))[0].code == "stored"
-            with space.lease(keys_of(*range(1, count))) as lease:
-                assert lease.held.all()
-                answers = [each.code for each in space.put(keys_of(100, 101, 102), values_of([100, 101, 102], SIZE))]
-                assert answers == ["stored", "stored", "all_leased"]
-                assert space.lookup(keys_of(100, 101, 102)).tolist() == [True, True, False]
+    with full_but_for_one_ahead() as (_, space, count), space.lease(keys_of(*range(1, count))) as lease:
+        assert lease.held.all()
+        answers = [each.code for each in space.put(keys_of(100, 101, 102), values_of([100, 101, 102], SIZE))]
+        assert answers == ["stored", "stored", "all_leased"]
+        assert space.lookup(keys_of(100, 101, 102)).tolist() == [True, True, False]

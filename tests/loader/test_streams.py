@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import umbp
+from tests.field.people import eventually
 from tests.pools import PoolProcess
 from umbp.types import NOWHERE, ReadStatus, Tier, WriteStatus
 
@@ -26,6 +27,7 @@ LAYER = TOKENS * WIDTH  # 128 KiB
 SIZE = LAYERS * LAYER
 COUNT = 40  # pages: 40 MiB
 FIRST = COUNT * LAYER  # the bytes of the first layer of all
+wait_until = functools.partial(eventually, seconds=20.0)
 
 
 class Disk:
@@ -48,13 +50,6 @@ class Disk:
         """Bytes read."""
         log = self.folder / "read"
         return sum(int(line.split()[1]) for line in log.read_text().splitlines()) if log.exists() else 0
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
 
 
 def ssd_status(pool: PoolProcess) -> dict[str, int]:

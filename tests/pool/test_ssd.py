@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -19,12 +20,14 @@ import numpy as np
 import pytest
 
 import umbp
+from tests.field.people import eventually
 from tests.pools import PoolProcess
 from umbp.types import NOWHERE, ReadStatus, Tier, WriteStatus
 
 SIZE = 65_536
 COUNT = 400  # pages: 26 MiB, where DRAM has 16
 HIT, MISS, BUSY = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.BUSY
+wait_until = functools.partial(eventually, seconds=20.0)
 
 
 def keys_of(*numbers: int) -> np.ndarray:
@@ -48,13 +51,6 @@ def _close_clients() -> Iterator[None]:
 def namespace(pool: PoolProcess, **fields: Any) -> umbp.Namespace:
     clients.append(umbp.connect(pool.socket))
     return clients[-1].namespace(model="m", page_tokens=64, layout=umbp.Layout.opaque(SIZE), replicated=True, **fields)
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    give_up = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < give_up, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
 
 
 def status(pool: PoolProcess) -> dict[str, Any]:
@@ -284,7 +280,7 @@ def test_a_full_disk_is_said_and_hurts_nobody(tmp_path: Path) -> None:
             wait_until(lambda: "cannot be written" in warnings(pool) or "is not there" in warnings(pool), "it says so")
             assert check(ns, *range(60)) == list(range(60))
             filler.unlink()
-            wait_until(lambda: status(pool)["ssd"]["keys"] == 60, "it is written after all", 45.0)
+            wait_until(lambda: status(pool)["ssd"]["keys"] == 60, "it is written after all", seconds=45.0)
             assert "ssd:" not in warnings(pool).replace("no direct", "") or "cannot" not in warnings(pool)
             assert not [path for path in (mount / "umbp").iterdir() if path.suffix == ".tmp"]
     finally:

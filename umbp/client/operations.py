@@ -368,11 +368,9 @@ class Operations:
                 yield spare.returned()
             raise
         self.link.statistics.puts_ahead += 1
-        return (
-            yield from self._fill(
-                spare.bond, spare.number, items, spare.offsets, fill, self.opened.pages_ahead(len(keys), self.object_bytes)
-            )
-        )
+        ahead = self.opened.pages_ahead(len(keys), self.object_bytes)
+        status, unused = yield from self._fill(spare.bond, spare.number, items, spare.offsets, fill, ahead)
+        return None if unused else status
 
     def _write(self, bond: Bond, number: int, keys: U8, items: I64, fill: Fill, parent: bytes, ahead: int) -> Operation[U8]:
         """Reserve, fill, commit what is absent of these keys, the caller's ``items``; PENDING for what another is writing."""
@@ -384,12 +382,11 @@ class Operations:
         ids, offsets = blob.take(np.int64, reply.m), blob.take(np.int64, reply.m)
         if not len(ids):
             return status
-        done = yield from self._fill(bond, reply.number, items if len(ids) == len(items) else items[mine], offsets, fill, ahead)
-        status[mine] = WriteStatus.EXPIRED.value if done is None else done
+        status[mine], _ = yield from self._fill(bond, reply.number, items if len(ids) == len(items) else items[mine], offsets, fill, ahead)
         return status
 
-    def _fill(self, bond: Bond, reservation: int, items: I64, offsets: I64, fill: Fill, ahead: int) -> Operation[U8 | None]:
-        """Fill and commit a reservation, and have memory ``ahead`` for so many pages more; a status an item. None: see `_write_ahead`."""
+    def _fill(self, bond: Bond, reservation: int, items: I64, offsets: I64, fill: Fill, ahead: int) -> Operation[tuple[U8, bool]]:
+        """Fill and commit a reservation, and have memory ``ahead`` for so many pages more; a status an item, `wire.Committed.unused`."""
         data = bond.data
 
         def work() -> U64 | None:
@@ -410,7 +407,7 @@ class Operations:
             if done.k:
                 self.opened.spares.append(Spare(bond, done.spare, result.take(np.int64, done.k), asked, self.link.spare_seconds))
                 self.link.keeps_spares = True
-        return None if done.unused else status
+        return status, done.unused
 
     # -- removal and pins --------------------------------------------------------------------------------------------------------------
 

@@ -285,6 +285,11 @@ class Pool:
         """Show these of a reservation's items, which are filled, while others are still being filled. False: nothing was done."""
         return self.writes.finish_some(now, session, number, chosen, sums)
 
+    @property
+    def being_written(self) -> int:
+        """Pages on their way: neither scratch nor memory ahead is any."""
+        return self.objects.counts[RESERVED] - len(self.scratch.pieces) - self.writes.blank_keys
+
     def settle(self) -> None:
         """The other half of the last `begin_...`: before anything else is asked of the pool."""
         self.puts.settle()

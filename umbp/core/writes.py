@@ -90,12 +90,8 @@ class Writes:
 
     def start_blank(self, now: float, session: int, account: Account, ids: I64, seconds: float) -> Reservation:
         """Enter a reservation without keys, of which its session does not know yet, for entries that `Objects.reserve` knows."""
-        none = np.empty(0, np.uint64)
-        parents, entered = Parents(none.view(np.int64), none), np.zeros(len(ids), bool)
-        number = self.next_number()
-        made = Reservation(
-            number, session, account, account.number, ids, [], parents, none, entered, now + seconds, blank=True, given=False
-        )
+        made = self._without_keys(session, account, ids, now + seconds)
+        made.blank, made.given = True, False
         self._count_blank(made, 1)
         self._enter(made)
         return made
@@ -185,12 +181,20 @@ class Writes:
 
     def adopt(self, now: float, session: int, account: Account, ids: I64) -> None:
         """Orphans that a session of a former boot left: they end with it."""
-        none = np.empty(0, np.uint64)
-        parents, entered = Parents(none.view(np.int64), none), np.zeros(len(ids), bool)
-        number = self.next_number()
-        made = Reservation(number, session, account, account.number, ids, [], parents, none, entered, now, expired=True)
+        made = self._without_keys(session, account, ids, now)
+        made.expired = True
         self.open[made.number] = made
         self.by_session.setdefault(session, set()).add(made.number)
+
+    def _without_keys(self, session: int, account: Account, ids: I64, expires: float) -> Reservation:
+        none = np.empty(0, np.uint64)
+        parents, entered = Parents(none.view(np.int64), none), np.zeros(len(ids), bool)
+        return Reservation(self.next_number(), session, account, account.number, ids, [], parents, none, entered, expires)
+
+    @property
+    def count(self) -> int:
+        """Reservations of writes, those that expired included: blank ones are none yet."""
+        return sum(not made.blank for made in self.open.values())
 
     def may_start(self, session: int) -> bool:
         """Whether this session may open one more; those that expired count until their writer lets go, blank ones do not."""

@@ -9,7 +9,7 @@ import msgspec
 
 from umbp.admin.api import Document
 from umbp.admin.openapi import release
-from umbp.core.objects import LIVE, ORPHAN, RESERVED, ZOMBIE
+from umbp.core.objects import LIVE, ORPHAN, ZOMBIE
 from umbp.core.pool import NamespaceState, Pool
 from umbp.master.documents import PolicyDocument
 from umbp.policies.base import EVICTION, SSD_KINDS, names
@@ -325,13 +325,13 @@ def status_document(node: Node) -> Status:
         leased_bytes=objects.leased_bytes,
         keys=objects.counts[LIVE] - objects.in_limbo()[0],
         evictable_keys=objects.evictable,
-        being_written=objects.counts[RESERVED] - len(pool.scratch.pieces) - pool.writes.blank_keys,
+        being_written=pool.being_written,
         removed_but_leased=objects.counts[ZOMBIE],
         abandoned=objects.counts[ORPHAN],
         unsummed_batches=pool.unsummed_batches,
         sessions=len(node.sessions()),
         leases=len(pool.leases.leases),
-        reservations=sum(not made.blank for made in pool.writes.open.values()),
+        reservations=pool.writes.count,
         pins=len(pool.leases.pins),
         limits=_bounds(node),
         counters=_counts(pool),

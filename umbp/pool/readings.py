@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from umbp.core.objects import LIVE, ORPHAN, RESERVED, ZOMBIE
+from umbp.core.objects import LIVE, ORPHAN, ZOMBIE
 from umbp.core.pool import Pool
 from umbp.errors import Unavailable
 from umbp.metrics import Definition, Reading
@@ -135,12 +135,12 @@ def _gauges(pool: Pool) -> Iterator[Reading]:
     yield Reading(SPARE, pool.writes.blank_bytes)
     yield Reading(KEYS, objects.counts[LIVE] - flushed_keys)
     yield Reading(KEYS_MAX, objects.capacity)
-    yield Reading(HIDDEN, objects.counts[RESERVED] - len(pool.scratch.pieces) - pool.writes.blank_keys, ("being_written",))
+    yield Reading(HIDDEN, pool.being_written, ("being_written",))
     yield Reading(HIDDEN, objects.counts[ZOMBIE], ("removed_but_leased",))
     yield Reading(HIDDEN, objects.counts[ORPHAN], ("abandoned",))
     yield Reading(LEASES, len(pool.leases.leases))
     yield Reading(PINS, len(pool.leases.pins))
-    yield Reading(RESERVATIONS, sum(not made.blank for made in pool.writes.open.values()))
+    yield Reading(RESERVATIONS, pool.writes.count)
     yield Reading(NAMESPACES, len(pool.namespaces))
     yield Reading(UNSUMMED, pool.unsummed_batches)
 
