@@ -50,6 +50,7 @@ NOTE_BYTES_MAX = 4 << 20
 RENEWALS_MAX = 1024
 AHEAD_SECONDS_MAX = 1.0  # a put that comes this soon after one of as many pages is taken for the second of many
 AHEAD_BYTES_MAX = 16 << 20  # of such puts: the pool gives no more
+FLUSHES_MAX = 8  # in a row under the eyes of one reader of a row
 SPARE_SECONDS = 1.0  # memory for the next put is given back after this long without one
 
 
@@ -258,13 +259,17 @@ class Link:
         if not 0 <= place < len(bond.namespaces):
             return 0
         row = bond.namespaces[place]
-        number = int(row[0])
         checked = opened.checked
-        if checked is None or checked[0] is not bond or checked[1:] != (place, number):
-            if row[8:12].tobytes() != opened.identity.digest() or int(row[0]) != number:
-                return 0
-            opened.checked = (bond, place, number)
-        return number
+        for _ in range(FLUSHES_MAX):
+            number = int(row[0])
+            if checked is not None and checked[0] is bond and checked[1:] == (place, number):
+                return number
+            own = row[8:12].tobytes() == opened.identity.digest()
+            if int(row[0]) == number:  # else it was flushed between the two reads, or is made another's
+                if own:
+                    opened.checked = (bond, place, number)
+                return number if own else 0
+        return 0
 
     # -- writes in flight --------------------------------------------------------------------------------------------------------------
 
@@ -398,6 +403,11 @@ class Link:
         """Notes that wait."""
         return len(self._notes)
 
+    def notes_made(self) -> int:
+        """Notes that wait or were sent, whatever a thread that sends them does meanwhile."""
+        with self._lock:
+            return self.statistics.notes_sent + len(self._notes)
+
     def notes_due(self) -> bool:
         """Whether there are enough to send them now."""
         return self._note_bytes > NOTE_BYTES_MAX // 8
@@ -417,7 +427,7 @@ class Link:
             if not self._notes:
                 return None
             notes, self._notes, self._note_bytes = list(self._notes), deque(), 0
-        self.statistics.notes_sent += len(notes)
+            self.statistics.notes_sent += len(notes)
         heads = [(row, len(keys), conversation) for row, keys, conversation in notes]
         return Send(wire.Note(heads), (np.concatenate([keys for _, keys, _ in notes]),))
 

@@ -1,0 +1,42 @@
+"""What a client knows of a namespace's row while the pool changes it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from umbp.client.link import FLUSHES_MAX, Bond, Link, Opened
+from umbp.layout import Layout, Namespace
+
+IDENTITY = Namespace(model="m", page_tokens=64, layout=Layout.opaque(4096))
+OTHER = Namespace(model="other", page_tokens=64, layout=Layout.opaque(4096))
+
+
+class Row:
+    """A row that is flushed so many times, each time right after its digest was read."""
+
+    def __init__(self, identity: Namespace, flushes: int) -> None:
+        self.digest = np.frombuffer(identity.digest(), np.uint64)
+        self.number = 1
+        self.flushes = flushes
+
+    def __getitem__(self, which: int | slice) -> Any:
+        if which == 0:
+            return self.number
+        if self.flushes:
+            self.flushes -= 1
+            self.number += 1
+        return self.digest
+
+
+@pytest.mark.parametrize(
+    ("identity", "flushes", "number"),
+    [(IDENTITY, 0, 1), (IDENTITY, 1, 2), (IDENTITY, 5, 6), (IDENTITY, FLUSHES_MAX, 0), (OTHER, 0, 0), (OTHER, 1, 0)],
+)
+def test_the_number_of_a_row_that_is_flushed_while_it_is_read(identity: Namespace, flushes: int, number: int) -> None:
+    link, opened = Link("nowhere", "test"), Opened(IDENTITY, row=0)
+    bond = cast(Bond, SimpleNamespace(namespaces=[Row(identity, flushes)]))
+    assert link.number_of(bond, opened) == number
