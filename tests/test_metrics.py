@@ -7,6 +7,7 @@ import math
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from umbp.master.readings import TAG_LABELS_MAX, node_info
 from umbp.metrics import OPS_MAX, Definition, Metrics, Reading
 
 USED = Definition("gauge", "umbp_used_bytes", "Bytes.")
@@ -31,6 +32,15 @@ def test_labels_are_escaped_and_grouped_in_one_family() -> None:
     text = metrics.text().decode()
     assert text.count("# TYPE umbp_stored_keys_total counter") == 1
     assert samples(metrics)["umbp_stored_keys_total", (("namespace", 'a"\n\\'),)] == 1
+
+
+def test_of_more_tags_than_may_be_labels_those_that_most_nodes_have_are_shown() -> None:
+    tags = {f"n{at}": {"rack": f"r{at}", f"own{at:02}": "x"} for at in range(TAG_LABELS_MAX + 5)}
+    made = list(node_info(tags))
+    assert {len(reading.labels) for reading in made} == {1 + TAG_LABELS_MAX}
+    assert made[-1].of.labels[-1] == "tag_rack"
+    assert all(labels[-1] == f"r{at}" for at, labels in enumerate(reading.labels for reading in made))
+    assert samples(Metrics(lambda: made))["umbp_node_info", tuple(sorted(zip(made[0].of.labels, made[0].labels, strict=True)))] == 1
 
 
 @pytest.mark.parametrize("value", [-1, -0.5, math.nan, math.inf])

@@ -19,6 +19,7 @@ from umbp.options import path as _path
 from umbp.options import policy_name as _policy_name
 from umbp.options import share as _share
 from umbp.options import socket_path as _socket_path
+from umbp.options import tags as _tags
 from umbp.options import token as _token
 
 __all__ = [
@@ -133,6 +134,9 @@ class PoolConfig:
     http: Address = _option("Listening", parse_address, "127.0.0.1:0", "127.0.0.1:7411", "REST and metrics; port 0: any free one")  # noqa: RUF009 (frozen)
     master: tuple[Address, ...] = _option("Cluster", urls, "", "10.0.0.1:7410", "URLs of the masters, with commas [its own, embedded]", ())
     advertise: Address | None = _option("Cluster", _address, "", "10.0.0.7:7411", "how other nodes reach this one [http]", None)  # noqa: RUF009
+    tag: tuple[tuple[str, str], ...] = _option(
+        "Cluster", _tags, "", "rack=r12", "what this node is, in words of your own; labels of its metrics; several", (), several=True
+    )
     transport: str = _option("Cluster", _choice("http", "nixl"), "http", "nixl", "how pages travel: http, or nixl where both ends have it")
     token: str = _option("Access", _token, "", "TOKEN", "token of HTTP calls; better by UMBP_TOKEN, since ps shows flags")
     token_file: str = _option("Access", _path, "", "/etc/umbp/token", "file whose only line is the token")

@@ -4,6 +4,8 @@
   ``P PB PiB``, in any case, with or without a space. Every unit is a power of 1024: memory is sold and mapped that way, so ``64MB``
   and ``64MiB`` are the same 67108864 bytes. Bytes have no decimal part. Zero is no size.
 * A duration is digits, perhaps with a decimal part, and ``us ms s min h d``; without a unit it is seconds.
+* A tag is ``key=value``: a key of letters, digits and underscores, so that it can be the name of a label, and any printable text without
+  commas. What it means is the operator's.
 * An address is ``host``, ``host:port``, ``[ipv6]:port``, a bare IPv6 address (then without a port: ``::1:80`` is eight groups), any
   of these after ``http://`` or ``https://``, or the path of a Unix socket, ``/run/x.sock`` or ``unix:/run/x.sock``.
 """
@@ -72,6 +74,41 @@ def parse_duration(text: str, field: str = "duration") -> float:
         if seconds <= DURATION_SECONDS_MAX:
             return seconds
     raise ConfigError(f"{quoted(text)} is not a duration: digits and a unit of us, ms, s, min, h, d", field=field, example="10s")
+
+
+# -- tags --------------------------------------------------------------------------------------------------------------------------
+
+TAGS_MAX = 16
+TAG_KEY = "^[A-Za-z][A-Za-z0-9_]{0,31}$"
+TAG_VALUE_CHARS_MAX = 64
+_TAG_EXAMPLE = "rack=r12,zone=eu1"
+
+
+def parse_tags(text: str, field: str = "tag") -> dict[str, str]:
+    """``key=value``, several with commas between them. `ConfigError` names ``field``."""
+    found: dict[str, str] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals:
+            raise ConfigError(f"{quoted(part)} is not key=value", field=field, example=_TAG_EXAMPLE)
+        if key in found:
+            raise ConfigError(f"the key {quoted(key)} is given twice", field=field, example=_TAG_EXAMPLE)
+        found[key] = value
+    if fault := tags_fault(found):
+        raise ConfigError(fault, field=field, example=_TAG_EXAMPLE)
+    return found
+
+
+def tags_fault(tags: Mapping[str, str]) -> str:
+    """Why these are no tags of a node; "" where they are."""
+    if len(tags) > TAGS_MAX:
+        return f"{len(tags)} tags, a node has at most {TAGS_MAX}"
+    for key, value in tags.items():
+        if not re.fullmatch(TAG_KEY, key):
+            return f"the key {quoted(key)} is not a letter and up to 31 letters, digits and underscores"
+        if not value.isprintable() or "," in value or not 1 <= len(value) <= TAG_VALUE_CHARS_MAX:
+            return f"the value of {key}, {quoted(value)}, is not 1 to {TAG_VALUE_CHARS_MAX} printable characters without a comma"
+    return ""
 
 
 def quoted(text: str) -> str:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from umbp.errors import ConfigError
-from umbp.grammar import SOCKET_PATH_BYTES_MAX, Address, checked_path, format_size, parse_address, parse_number, quoted
+from umbp.grammar import SOCKET_PATH_BYTES_MAX, Address, checked_path, format_size, parse_address, parse_number, parse_tags, quoted
 
 CONFIG_FILE_BYTES_MAX = 1 << 20
 PATH_BYTES_MAX = 4095
@@ -120,6 +120,11 @@ def urls(text: str, field: str) -> tuple[Address, ...]:
     if len(found) > URLS_MAX:
         raise ConfigError(f"{len(found)} addresses, at most {URLS_MAX}", field=field)
     return found
+
+
+def tags(text: str, field: str) -> tuple[tuple[str, str], ...]:
+    """Tags as pairs of key and value, in the order given."""
+    return tuple(parse_tags(text, field).items())
 
 
 @dataclass(frozen=True)

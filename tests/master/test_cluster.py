@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.error
 from typing import Any
 
 import numpy as np
 import pytest
 
 import umbp
-from tests.masters import MasterProcess, call, until
+from tests.masters import MasterProcess, call, metric, reported, until
 from tests.pools import PoolProcess
 from umbp.layout import Namespace
 
@@ -36,7 +38,7 @@ def put(pool: PoolProcess, *numbers: int, identity: dict[str, Any] = IDENTITY) -
 @pytest.fixture(scope="module")
 def world() -> Any:
     """A master and two pools."""
-    with MasterProcess() as master, master.pool() as a, master.pool() as b:
+    with MasterProcess() as master, master.pool("--tag", "rack=r12,hw=MI355X") as a, master.pool("--tag", 'rack=r"13') as b:
         master.synced(a, b)
         yield master, a, b
 
@@ -93,6 +95,24 @@ def test_what_a_member_is_asked_of_the_cluster_it_hands_on(world: Any) -> None:
     master.post("/v1/policies/routing", {"name": "fastest"}, "PUT")
 
 
+def test_tags_are_what_the_node_joined_with_whatever_it_says_since(world: Any) -> None:
+    master, a, b = world
+    assert master.nodes()[a.name]["tags"] == {"rack": "r12", "hw": "MI355X"}
+    assert call(a.http + f"/v1/nodes/{b.name}")["tags"] == {"rack": 'r"13'}
+    of_a = f'umbp_node_info{{node="{a.name}",tag_hw="MI355X",tag_rack="r12"}}'
+    of_b = f'umbp_node_info{{node="{b.name}",tag_hw="",tag_rack="r\\"13"}}'
+    assert metric(master, of_a) == metric(master, of_b) == 1  # one set of labels for all; an empty one is none
+    assert metric(a, of_a) == 1
+    beats = reported(a, "beats")
+    until(lambda: reported(a, "beats") > beats + 1)
+    assert master.nodes()[a.name]["tags"] == {"rack": "r12", "hw": "MI355X"}
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        master.post("/v1/members", {"node": "c", "boot": 1, "place": "c", "addresses": {}, "tiers": [], "tags": {"rack": "a,b"}})
+    problem = json.loads(refused.value.read())
+    assert (refused.value.code, problem["field"]) == (400, "tags"), problem
+    assert "c" not in master.nodes()
+
+
 def test_draining_is_kept_by_the_node_and_survives_both(world: Any) -> None:
     master, a, _ = world
     assert master.post(f"/v1/nodes/{a.name}/drain")["state"] == "draining"
@@ -102,7 +122,7 @@ def test_draining_is_kept_by_the_node_and_survives_both(world: Any) -> None:
     assert master.nodes()[a.name]["draining"]
     a.restart()
     master.synced(a)
-    assert master.nodes()[a.name]["state"] == "draining"
+    assert (master.nodes()[a.name]["state"], master.nodes()[a.name]["tags"]["rack"]) == ("draining", "r12")
     assert master.post(f"/v1/nodes/{a.name}/drain", method="DELETE")["state"] == "alive"
 
 

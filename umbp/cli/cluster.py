@@ -102,7 +102,9 @@ def cluster_grid(cluster: dict[str, Any]) -> Table:
 
 def nodes_table(found: list[dict[str, Any]]) -> Table:
     """A line a node."""
-    made = table("node", "state", "tiers", "keys", "member for", "silent", "address", "read from", right=("keys",))
+    tagged = any(node["tags"] for node in found)
+    columns = ("node", "state", "tiers", "keys", "member for", "silent", "address", "read from", *(("tags",) if tagged else ()))
+    made = table(*columns, right=("keys",))
     for node in found:
         full = ", ".join(
             f"{tier['tier']} {format_size(tier['used_bytes'])} of {format_size(tier['capacity_bytes'])} "
@@ -120,6 +122,7 @@ def nodes_table(found: list[dict[str, Any]]) -> Table:
             cell(f"{node['silent_seconds']:.1f} s"),
             cell(", ".join(f"{kind} {address}" for kind, address in node["addresses"].items()) or "-"),
             cell("yes" if node["source"] else f"no: {node['why']}"),
+            *([cell(", ".join(f"{key}={value}" for key, value in node["tags"].items()) or "-")] if tagged else []),
         )
     return made
 

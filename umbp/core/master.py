@@ -159,6 +159,7 @@ class Master:
         *,
         draining: bool = False,
         registration: int = 0,
+        tags: Mapping[str, str] | None = None,
     ) -> Member:
         """A pool registers. Conflict if another live one has its name.
 
@@ -168,7 +169,7 @@ class Master:
             self.membership.can_join(now, node, boot, place)
         holder = self.directory.holders.take()
         member, before = self.membership.join(now, node, boot, place, addresses, holder, draining=draining, registration=registration)
-        member.tiers = dict(tiers)
+        member.tiers, member.tags = dict(tiers), dict(tags or {})
         if before is not None and before.state != DEAD:
             self.directory.drop(before.holder)
             if before.boot != boot:

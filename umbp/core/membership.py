@@ -103,6 +103,7 @@ class Member:
     avoid_seconds: float = 0.0
     failed_at: float = -1e9
     failed_by: str = ""
+    tags: dict[str, str] = field(default_factory=dict)  # the operator's, as it joined with; no policy looks at them
     unreachable: str = ""  # why this master itself could not reach it by its address
     acknowledged: int = 0  # last event bundle applied
     sweep: int = -1  # the resync that goes on, -1 for none

@@ -44,6 +44,7 @@ class NodeDocument(Document, frozen=True):
     source: bool
     why: str
     engines: list[str]
+    tags: dict[str, str]
 
 
 class Nodes(Document, frozen=True):
@@ -93,6 +94,7 @@ def node_document(master: Master, member: Member, now: float) -> NodeDocument:
         source=usable,
         why="" if usable else why,
         engines=[engine.name for engine in master.engines.engines.values() if engine.node == member.node],
+        tags=member.tags,
     )
 
 

@@ -33,6 +33,7 @@ from msgspec import Meta
 from umbp.admin.endpoint import Body, Document
 from umbp.core.plans import Plan, Run, Source
 from umbp.errors import ProtocolError
+from umbp.grammar import TAG_KEY, TAG_VALUE_CHARS_MAX, TAGS_MAX
 from umbp.types import Tier
 from umbp.wire import Message, decode, encode
 
@@ -58,6 +59,8 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0.0, le=SECONDS_MAX)]
 Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e12)]
 Text: TypeAlias = Annotated[str, Meta(max_length=256)]
 Addresses: TypeAlias = Annotated[dict[Annotated[str, Meta(max_length=16)], Annotated[str, Meta(max_length=300)]], Meta(max_length=8)]
+TagKey: TypeAlias = Annotated[str, Meta(pattern=TAG_KEY)]
+Tags: TypeAlias = Annotated[dict[TagKey, Annotated[str, Meta(min_length=1, max_length=TAG_VALUE_CHARS_MAX)]], Meta(max_length=TAGS_MAX)]
 Identities: TypeAlias = Annotated[dict[str, Annotated[str, Meta(max_length=IDENTITY_BYTES_MAX)]], Meta(max_length=SPACES_MAX)]
 TierNumber: TypeAlias = Annotated[int, Meta(ge=0, le=3)]
 
@@ -73,8 +76,11 @@ class Capacity(Body, frozen=True):
     keys: Bytes = 0
 
 
-class Join(Body, frozen=True):
-    """A pool registers. ``place`` is one text for all lives of one pool on one machine: a new boot at the old place replaces it at once."""
+class Join(Body, frozen=True, omit_defaults=True):
+    """A pool registers. ``place`` is one text for all lives of one pool on one machine: a new boot at the old place replaces it at once.
+
+    ``tags``: what the node is, in its operator's words; the same until it joins again.
+    """
 
     node: Annotated[Name, Meta(examples=["node7-a"])]
     boot: Number
@@ -82,6 +88,7 @@ class Join(Body, frozen=True):
     addresses: Annotated[Addresses, Meta(examples=[{"http": "10.0.0.7:7411"}])]
     tiers: Annotated[list[Capacity], Meta(max_length=4, examples=[[]])]
     draining: bool = False
+    tags: Annotated[Tags, Meta(examples=[{"rack": "r12"}])] = {}  # noqa: RUF012 - msgspec copies it
 
 
 class Joined(Document, frozen=True):

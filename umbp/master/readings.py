@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 
 from umbp.core.master import Master
 from umbp.core.membership import ALIVE, DEAD, DRAINING, SUSPECT
@@ -39,8 +40,21 @@ DEATHS = _counter("umbp_master_deaths_total", "Nodes that left or expired.")
 ADVISED = _counter("umbp_master_advised_total", "Advice given.", "verb")
 
 
+TAG_LABELS_MAX = 32  # keys over all nodes that become labels; those that most nodes have
+
+
+def node_info(tags: Mapping[str, Mapping[str, str]]) -> Iterator[Reading]:
+    """``umbp_node_info{node=..., tag_KEY=...} 1`` of each of these nodes; a key that a node has not is the empty label, as if absent."""
+    counts = Counter(key for of in tags.values() for key in of)
+    keys = sorted(sorted(counts, key=lambda key: (-counts[key], key))[:TAG_LABELS_MAX])
+    made = _gauge("umbp_node_info", "Always 1; the labels are the node's tags.", "node", *(f"tag_{key}" for key in keys))
+    for node, of in tags.items():
+        yield Reading(made, 1, (node, *(of.get(key, "") for key in keys)))
+
+
 def readings(master: Master) -> Iterator[Reading]:
     """All of them, now."""
+    yield from node_info({node: member.tags for node, member in master.membership.members.items() if member.state != DEAD})
     states = [member.state for member in master.membership.members.values()]
     for state in (ALIVE, SUSPECT, DRAINING, DEAD):
         yield Reading(NODES, states.count(state), (state,))

@@ -27,6 +27,7 @@ from umbp.core.master import SLICE, Happening, Master, Part
 from umbp.core.membership import DEAD, Member
 from umbp.core.single import route_one
 from umbp.errors import Conflict, InvalidRequest, UmbpError, Unavailable
+from umbp.grammar import tags_fault
 from umbp.master import protocol as say
 from umbp.master.intake import Intake
 from umbp.master.relay import Relay
@@ -100,6 +101,8 @@ class MasterService:
     async def join(self, body: say.Join) -> say.Joined:
         """A pool registers."""
         core = self.core
+        if fault := tags_fault(body.tags):
+            raise InvalidRequest(fault, field="tags", example='{"rack": "r12"}')
         core.membership.can_join(self.now(), body.node, body.boot, body.place)
         registration = await self.store.register(body.node, msgspec.json.encode(body))
         before = core.membership.members.get(body.node)
@@ -129,6 +132,7 @@ class MasterService:
             capacities(body.tiers),
             draining=body.draining,
             registration=registration,
+            tags=body.tags,
         )
 
     async def beat(self, node: str, body: say.Heartbeat) -> say.Beat:

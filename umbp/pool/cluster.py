@@ -68,6 +68,7 @@ class ClusterSide:
         self.more_tiers: list[Callable[[], say.Capacity]] = []
         self.reporter = Reporter(pool, name, boot, _place(config), ports, self._tiers)
         self.reporter.addresses["http"] = self.address.netloc
+        self.reporter.tags = dict(config.tag)
 
     def __repr__(self) -> str:
         return f"<ClusterSide with {self.reporter.port!r}>"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from umbp.core.objects import LIVE, ORPHAN, ZOMBIE
 from umbp.core.pool import Pool
 from umbp.errors import Unavailable
+from umbp.master.readings import node_info
 from umbp.metrics import Definition, Reading
 from umbp.pool.documents import SsdDocument, short, ssd_document
 from umbp.pool.node import Node
@@ -109,6 +110,8 @@ def readings(node: Node) -> Iterator[Reading]:
         return
     yield Reading(INFO, 1, (node.name, str(node.boot), pool.eviction, pool.admission_name))
     reporter = node.cluster.reporter
+    if node.config.master:  # else the master in this process says it, of all its nodes
+        yield from node_info({node.name: reporter.tags})
     yield Reading(MEMBER, float(reporter.registration > 0))
     for what, count in reporter.counts.items():
         yield Reading(REPORTED, count, (what,))

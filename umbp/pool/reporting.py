@@ -80,6 +80,7 @@ class Reporter:
     ) -> None:
         self.pool, self.name, self.boot, self.place = pool, name, boot, place
         self.addresses: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
         self.keeps: list[Keeps] = []
         self.measure: Callable[[], Sequence[Fetched]] = tuple  # what fetches took since this was asked last
         self.registration = 0  # 0: not a member
@@ -181,7 +182,13 @@ class Reporter:
 
     async def _join(self) -> None:
         body = say.Join(
-            node=self.name, boot=self.boot, place=self.place, addresses=self.addresses, tiers=self._tiers(), draining=self.draining
+            node=self.name,
+            boot=self.boot,
+            place=self.place,
+            addresses=self.addresses,
+            tiers=self._tiers(),
+            draining=self.draining,
+            tags=self.tags,
         )
         joined = await self.port.join(body, self._patience())
         self.registration, self._number, self._resync = joined.registration, 0, True
