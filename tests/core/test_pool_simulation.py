@@ -152,7 +152,11 @@ class Run:
         self.model.values = {key: value for key, value in self.model.values.items() if key[0] != row}
 
     def note(self) -> None:
-        self.pool.note(self.now, self.random.choice(self.rows), keys_of(*self.some_keys()))
+        keys = self.some_keys()
+        self.pool.history.add(self.random.randrange(1, 5), self.random.choice(self.rows), keys_of(*keys), [(len(keys), 0)])
+
+    def heed(self) -> None:
+        self.pool.history.heed(self.now, self.random.choice([None, 1, 2, 3, 4]))
 
     def close_session(self) -> None:
         session, gone = self.random.randrange(1, 5), self.random.random() < 0.5
@@ -202,7 +206,7 @@ class Run:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_events_keep_all_invariants(seed: int, eviction: str) -> None:
     run = Run(seed, eviction)
-    events = [run.reserve] * 6 + [run.commit] * 6 + [run.lease] * 4 + [run.release] * 3 + [run.note] * 2
+    events = [run.reserve] * 6 + [run.commit] * 6 + [run.lease] * 4 + [run.release] * 3 + [run.note, run.note, run.heed, run.heed]
     events += [run.spare, run.spare, run.spare, run.use, run.use, run.commit_used, run.commit_used]
     events += [run.remove, run.flush, run.close_session, run.pass_time, run.pass_time, run.pass_time]
     for step in range(STEPS):

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from umbp import Layout, wire
+from umbp.client.connection import Connection
 from umbp.client.steps import Call
-from umbp.client.sync import Connection
 from umbp.layout import Namespace
 from umbp.store import segment
 

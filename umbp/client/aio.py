@@ -16,12 +16,13 @@ from typing import Any
 from umbp import wire
 from umbp.client import fetches
 from umbp.client.address import socket_path
+from umbp.client.connection import CONNECT_SECONDS_MAX
 from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
 from umbp.client.operations import Fill, Operations
 from umbp.client.steps import Call, Operation, Send, T, drive
-from umbp.client.sync import CLOSE_SECONDS_MAX, CONNECT_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
+from umbp.client.sync import CLOSE_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
 from umbp.types import U8, Mask, Statuses, Tier
@@ -131,9 +132,10 @@ class AsyncPool:
 
     async def flush_notes(self) -> None:
         """Send the access history kept so far now, instead of within 50 ms."""
-        if self._connection is not None and (call := self._link.take_notes()) is not None:
+        if (connection := self._connection) is not None:
             with contextlib.suppress(Unavailable):
-                await self._connection.send(call)
+                for message in self._link.take_notes():
+                    await connection.send(message)
 
     async def namespace(self, *, model: str, page_tokens: int, layout: Any, **identity: Any) -> AsyncNamespace:
         """As `umbp.client.sync.Pool.namespace`."""
@@ -163,8 +165,8 @@ class AsyncPool:
         if self._connection is not None and self._link.up:
             with contextlib.suppress(UmbpError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS_MAX):
-                    if (call := self._link.take_notes()) is not None:
-                        await self._connection.send(call)
+                    for message in self._link.take_notes():
+                        await self._connection.send(message)
                     while not self._link.seal():  # noqa: ASYNC110 - copies in threads, which take milliseconds
                         await asyncio.sleep(0.001)
                     await self._connection.call(Call(wire.Bye()))

@@ -45,8 +45,9 @@ from umbp.types import I64, U8, U64
 if TYPE_CHECKING:
     from umbp.client.lease import Lease
 
-NOTES_MAX = 128  # kept at a time, all sent in one message: the pool is away from others for some 20 ms with them
+NOTES_MAX = 128  # kept at a time
 NOTE_BYTES_MAX = 4 << 20
+NOTE_MESSAGE_BYTES = 256 << 10  # of keys in one message, or one note's: the pool takes a message in whole before it looks at others
 RENEWALS_MAX = 1024
 AHEAD_SECONDS_MAX = 1.0  # a put that comes this soon after one of as many pages is taken for the second of many
 AHEAD_BYTES_MAX = 16 << 20  # of such puts: the pool gives no more
@@ -340,8 +341,7 @@ class Link:
             asked = time.monotonic()
             reply, _ = yield Call(wire.Renew([lease.number for lease in due]))
             self.renewed(due, reply.numbers, asked)
-        if (notes := self.take_notes()) is not None:
-            yield notes
+        yield from self.take_notes()
 
     def return_spares(self, idle_seconds: float) -> Operation[int]:
         """Give back the memory for next puts that has not been used for so long; how many bytes that was."""
@@ -421,15 +421,19 @@ class Link:
         n = len(keys)
         return row == last_row and n <= len(last) and bool((keys[0] == last[0]).all() and (keys[-1] == last[n - 1]).all())
 
-    def take_notes(self) -> Send | None:
-        """All notes as one message; None if there are none."""
+    def take_notes(self) -> Iterator[Send]:
+        """All notes, as few messages; what is not sent is lost."""
         with self._lock:
-            if not self._notes:
-                return None
-            notes, self._notes, self._note_bytes = list(self._notes), deque(), 0
+            notes, self._notes, self._note_bytes = self._notes, deque(), 0
             self.statistics.notes_sent += len(notes)
-        heads = [(row, len(keys), conversation) for row, keys, conversation in notes]
-        return Send(wire.Note(heads), (np.concatenate([keys for _, keys, _ in notes]),))
+        while notes:
+            part = [notes.popleft()]
+            size = part[0][1].nbytes
+            while notes and size + notes[0][1].nbytes <= NOTE_MESSAGE_BYTES:
+                part.append(notes.popleft())
+                size += part[-1][1].nbytes
+            heads = [(row, len(keys), conversation) for row, keys, conversation in part]
+            yield Send(wire.Note(heads), (np.concatenate([keys for _, keys, _ in part]),))
 
     # -- the mapping -------------------------------------------------------------------------------------------------------------------
 

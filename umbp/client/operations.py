@@ -360,8 +360,7 @@ class Operations:
     def _write_ahead(self, spare: Spare, number: int, keys: U8, items: I64, fill: Fill, parent: bytes) -> Operation[U8 | None]:
         """Fill these keys into memory that is there already, and commit. None if it could not be used for them."""
         try:
-            if (notes := self.link.take_notes()) is not None:
-                yield notes
+            yield from self.link.take_notes()
             yield Send(wire.UseSpare(self.opened.row, number, len(keys), spare.number, parent.hex()), (keys,), spare.bond)
         except BaseException:
             with contextlib.suppress(Unavailable):
@@ -374,8 +373,7 @@ class Operations:
 
     def _write(self, bond: Bond, number: int, keys: U8, items: I64, fill: Fill, parent: bytes, ahead: int) -> Operation[U8]:
         """Reserve, fill, commit what is absent of these keys, the caller's ``items``; PENDING for what another is writing."""
-        if (notes := self.link.take_notes()) is not None:  # before the write: what a request missed was not there when it asked
-            yield notes
+        yield from self.link.take_notes()  # before the write: what a request missed was not there when it asked
         reply, blob = yield bond.call(wire.Reserve(self.opened.row, number, len(keys), 0.0, parent.hex()), keys)
         status: U8 = blob.take(np.uint8, reply.n).copy()
         mine = blob.take(np.uint8, reply.n).astype(bool)

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import select
-import socket
 import threading
 import time
 import weakref
@@ -21,117 +20,21 @@ from typing import Any
 from umbp import wire
 from umbp.client import fetches
 from umbp.client.address import socket_path
+from umbp.client.connection import Connection
 from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
 from umbp.client.link import SPARE_SECONDS, ClientStatistics, Link, Opened
 from umbp.client.operations import Fill, Operations
-from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, run
+from umbp.client.steps import Call, Operation, Send, T, run
 from umbp.client.waker import Waker
-from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
+from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable
 from umbp.layout import Namespace as Identity
 from umbp.types import U8, Mask, Statuses, Tier
 
 log = logging.getLogger("umbp.client")
-CONNECT_SECONDS_MAX = 2.0
 NOTE_SECONDS = 0.05  # a note waits this long for others
 RETRY_SECONDS = (0.05, 1.0)  # between attempts to connect again: first, longest
 CLOSE_SECONDS_MAX = 2.0
-REPLY_BYTES = 32 << 10  # most replies are smaller, and come whole with one read
-
-
-class Connection:
-    """One session's socket: a request, then its reply. Not for two threads at once."""
-
-    def __init__(self, path: str) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.settimeout(CONNECT_SECONDS_MAX)
-            self._socket.connect(path)
-            self._socket.sendall(wire.UPGRADE_REQUEST)
-            answer = self._exactly(len(wire.UPGRADE_REPLY))
-            if bytes(answer) != wire.UPGRADE_REPLY:
-                raise Unavailable(f"{path} is not a pool, or it is not ready yet: {bytes(answer[:40])!r}")
-            self._seconds_max = CALL_SECONDS_MAX
-            self._buffer = bytearray(REPLY_BYTES)
-        except TimeoutError as error:
-            self.close()
-            raise Unavailable(f"the pool on {path} does not answer within {CONNECT_SECONDS_MAX:g} s: it may still be starting") from error
-        except OSError as error:
-            self.close()
-            raise Unavailable(f"no pool answers on {path} ({error.strerror or error}): start one with `python -m umbp.pool`") from error
-        except BaseException:
-            self.close()
-            raise
-
-    def fileno(self) -> int:
-        """For `select`."""
-        return self._socket.fileno()
-
-    @property
-    def broken(self) -> bool:
-        """Whether the other end is gone."""
-        poll = select.poll()
-        poll.register(self._socket.fileno(), select.POLLRDHUP)
-        return bool(poll.poll(0))
-
-    def hurry(self, seconds: float) -> None:
-        """From now on wait only this long."""
-        self._seconds_max = seconds
-
-    def call(self, call: Call) -> tuple[Any, wire.Blob]:
-        """Send and receive. Unavailable if the connection broke, DeadlineExceeded if nothing came; then it is of no more use."""
-        self.send(call)
-        try:
-            frame = self._frame()
-        except TimeoutError:
-            raise DeadlineExceeded(f"the pool did not answer within {call.seconds:.3g} s") from None
-        except OSError as error:
-            raise Unavailable(f"the connection to the pool broke ({error})") from error
-        reply, blob = wire.decode_reply(frame)
-        if isinstance(reply, wire.Failed):
-            raise from_wire(reply.code, reply.message, reply.field)
-        return reply, blob
-
-    def send(self, call: Call | Send) -> None:
-        """Send only."""
-        seconds = call.seconds if isinstance(call, Call) else CALL_SECONDS_MAX
-        self._socket.settimeout(max(0.001, min(seconds, self._seconds_max)))
-        try:
-            self._socket.sendall(wire.encode(call.message, *call.arrays))
-        except TimeoutError:
-            raise DeadlineExceeded(f"the pool did not read within {seconds:.3g} s") from None
-        except OSError as error:
-            raise Unavailable(f"the connection to the pool broke ({error})") from error
-
-    def _frame(self) -> bytearray:
-        """The one reply that is to come: mostly all of it in one read."""
-        view, got = memoryview(self._buffer), 0
-        while got < wire.PREFIX.size:
-            more = self._socket.recv_into(view[got:])
-            if not more:
-                raise Unavailable("the pool closed the connection")
-            got += more
-        size = wire.frame_bytes(view)
-        if got > size:
-            raise ProtocolError(f"{got - size} bytes after a reply that nobody asked for")
-        frame = bytearray(view[:got])
-        if got < size:
-            frame += self._exactly(size - got)
-        return frame
-
-    def _exactly(self, count: int) -> bytearray:
-        data = bytearray(count)
-        view, at = memoryview(data), 0
-        while at < count:
-            got = self._socket.recv_into(view[at:])
-            if not got:
-                raise Unavailable("the pool closed the connection")
-            at += got
-        return data
-
-    def close(self) -> None:
-        """At once."""
-        self._socket.close()
 
 
 class Pool:
@@ -301,8 +204,9 @@ class Pool:
             self._connection = None
 
     def _send_notes(self) -> None:
-        if self._connection is not None and (call := self._link.take_notes()) is not None:
-            self._connection.send(call)
+        if self._connection is not None:
+            for message in self._link.take_notes():
+                self._connection.send(message)
 
     def _round(self, backoff: float) -> tuple[float, float]:
         """One look at what is to be done; seconds until the next, and the next back-off."""

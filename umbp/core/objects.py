@@ -94,6 +94,7 @@ class Counters:
     hits: int = 0
     lookups: int = 0
     notes: int = 0
+    notes_dropped: int = 0
     removed: int = 0
     corrupt: int = 0
     flushes: int = 0

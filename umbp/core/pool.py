@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 The shell (umbp.pool) calls one method per event with the time; nothing in here waits, so two requests cannot see each other half done.
 Hard state and who changes it: objects (`objects`), leases and pins (`leases`), writes on their way (`writes`), scratch (`scratch`),
-namespaces (here).
+namespaces (here). What clients asked for waits in `history` until the shell has time for it.
 
 A namespace has a *row* (its place in the segment's table, fixed) and a *number* (written into every entry). Clients read the number from
 the row at each call, so a flush is one store: the row gets a new number, all old entries are unreachable at once, and are then removed in
@@ -21,12 +21,12 @@ What it costs: each call is a fixed number of vectorised passes over its keys; `
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 
 import numpy as np
 
 from umbp.core.allocator import Allocator
 from umbp.core.guard import guarded, guarded_admission
+from umbp.core.history import History
 from umbp.core.leases import Lease, Leases, Pin
 from umbp.core.limits import Limits
 from umbp.core.namespaces import NamespaceState, remember
@@ -37,7 +37,7 @@ from umbp.core.scratch import Scratch
 from umbp.core.spares import Spares
 from umbp.core.writes import Reservation
 from umbp.errors import InvalidRequest, LimitReached, NotFound
-from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, Request, build
+from umbp.policies.base import ADMISSION, EVICTION, AdmissionPolicy, EvictionPolicy, Inserted, build
 from umbp.store.index import FILLING, W_PLACE, W_SUM, Found, IndexWriter, hashes, key_words, place_word
 from umbp.types import I64, U8, U64, Mask
 
@@ -76,6 +76,7 @@ class Pool:
         self.by_digest: dict[bytes, NamespaceState] = {}
         self.digests: dict[int, bytes] = {}  # by number, also of numbers that were in use a while ago
         self.counters = Counters()
+        self.history = History(table, self.objects, self.namespaces, lambda: self.admission, self.counters)
         self._limited: dict[int, None] = {}  # rows with a quota
         self._doomed: list[I64] = []  # ids of flushed namespaces, still to be removed
         self._unsummed: deque[tuple[I64, U64]] = deque(maxlen=UNSUMMED_BATCHES_MAX)  # the oldest go; who needs their sums has them made
@@ -305,28 +306,10 @@ class Pool:
         return lease, held & good
 
     def note(self, now: float, row: int, keys: U8, conversation: int = 0) -> None:
-        """A request asked for these keys: the access history."""
-        self.note_all(now, row, keys, [(len(keys), conversation)])
-
-    def note_all(self, now: float, row: int, keys: U8, requests: Sequence[tuple[int, int]]) -> None:
-        """Requests of one namespace, looked up in one pass: how many of the keys each has, in order, and its conversation or 0."""
-        state = self.namespaces.get(row)
-        if state is None:
-            return
-        account = state.account
-        words = key_words(keys)
-        prints = hashes(words, np.uint64(account.number), self.table.seed)
-        found = self.table.find(words, account.number, place_word(account.number, account.object_bytes), prints)
-        ids = np.where(found.hit, found.ids, -1).astype(np.int32)
-        at = 0
-        for count, conversation in requests:
-            request = Request(now, ids[at : at + count], prints[at : at + count], conversation)
-            self.objects.request(request)
-            self.admission.on_request(request)
-            at += count
-        self.counters.notes += len(requests)
-        self.counters.lookups += len(keys)
-        self.counters.hits += int(np.count_nonzero(found.hit))
+        """A request asked for these keys: entered at once, however long that takes."""
+        self.history.add(0, row, keys, [(len(keys), conversation)])
+        while self.history.heed(now, 0):
+            pass
 
     def pin(self, now: float, session: int, row: int, keys: U8, seconds: float, note: str, *, number: int | None = None) -> Pin:
         """Pin what is stored of these keys, for a session or (0) for an operator; without seconds until taken back."""
@@ -472,6 +455,7 @@ class Pool:
         self.writes.check()
         self.scratch.check()
         self.spares.check()
+        self.history.check()
         self.table.check()
         reserved = np.flatnonzero((self.objects.state == RESERVED) | (self.objects.state == ORPHAN))
         assert np.array_equal(reserved, self.table.reserved()), "reserved entries differ"

@@ -28,6 +28,9 @@ LOWEST = int(np.iinfo(np.int64).min)
 
 def first_of_each(ids: I32) -> Mask:
     """Mask, shape (n,), of the first occurrence of each id."""
+    ordered = np.sort(ids)
+    if not (ordered[1:] == ordered[:-1]).any():  # nearly always, and a tenth of the time of finding out which
+        return np.ones(len(ids), np.bool_)
     mask = np.zeros(len(ids), np.bool_)
     mask[np.unique(ids, return_index=True)[1]] = True
     return mask

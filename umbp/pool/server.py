@@ -7,7 +7,8 @@ Start, each step able to say no before anything of the next exists: configuratio
 once), memory (in a thread; HTTP answers ``/healthz`` and ``/readyz`` meanwhile), adoption of what the segment held, then the ready line.
 
 Everything that changes state happens in the loop, one call of the core at a time. What takes long runs elsewhere: faulting in memory,
-checksums. `_housekeeping` lets time pass for the core in slices of at most a few milliseconds, woken early when a request has made work.
+checksums. `_housekeeping` lets time pass for the core in slices of at most a few milliseconds, woken early when a request has made work;
+`_heed_notes` enters what clients asked for, a slice of a millisecond at a time.
 
 Stop (SIGTERM, SIGINT): no new sessions, listeners closed, sessions cut, segment marked stopped and kept (or released) within
 `STOP_SECONDS_MAX`. A SIGKILL leaves the segment as it is, which the next start takes over: there is no state that only memory had, except
@@ -90,6 +91,7 @@ class PoolServer:
         self.http = config.http
         self.socket = config.socket
         self._wake = asyncio.Event()
+        self._noted = asyncio.Event()
         self._stop = asyncio.Event()
         self.ssd: SsdSide | None = None
         self._sessions: set[Session] = set()
@@ -109,6 +111,10 @@ class PoolServer:
         self._wake.set()
         self.summer.committed()
         self.cluster.reporter.wake()
+
+    def noted(self) -> None:
+        """There are requests to be entered in the history."""
+        self._noted.set()
 
     def observe(self, op: str, seconds: float) -> None:
         """A session's message was answered in this time."""
@@ -200,7 +206,7 @@ class PoolServer:
             self.segment.words[segments.H_STATE] = segments.SERVING
             self._say_ready()
             async with asyncio.TaskGroup() as tasks:
-                running = [self._housekeeping(), self.summer.run(), self.fetching.run(), self.cluster.run()]
+                running = [self._housekeeping(), self._heed_notes(), self.summer.run(), self.fetching.run(), self.cluster.run()]
                 running += [self.ssd.run()] if self.ssd else []
                 background = [tasks.create_task(each) for each in running]
                 await self._stop.wait()
@@ -314,6 +320,13 @@ class PoolServer:
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._wake.wait()
             self._wake.clear()
+
+    async def _heed_notes(self) -> None:
+        while True:
+            await self._noted.wait()
+            self._noted.clear()
+            while self.pool.history.heed(self.now()):  # noqa: ASYNC110 - it is work, not waiting
+                await asyncio.sleep(0)  # requests come in between two slices
 
     # -- connections -------------------------------------------------------------------------------------------------------------------
 

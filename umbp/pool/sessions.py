@@ -1,8 +1,8 @@
 """Sessions: the connection of a client process, its messages, and what happens when it ends.
 
 Theory of operation. A session begins with the upgrade request, which `umbp.pool.door` has read. It answers one message after the other,
-each in one go without waiting, so a session's life is: HELLO expected -> open -> closed. Anything that breaks the protocol gets an error
-frame if that is possible and closes this connection only.
+nearly all in one go without waiting, so a session's life is: HELLO expected -> open -> closed. Anything that breaks the protocol gets an
+error frame if that is possible and closes this connection only.
 
 Bounded: sessions, frames, bytes of an unfinished frame, seconds until HELLO, bytes of unread replies (a client that does not read is not
 read from either).
@@ -135,6 +135,9 @@ class Session(asyncio.Protocol):
         op = type(message).__struct_config__.tag
         if self.owner is None and not isinstance(message, wire.Hello):
             raise ProtocolError(f"{op} before hello")
+        if type(message) in AFTER_NOTES and self.server.pool.history.waits(self.session):
+            self._later(self._after_notes(frame))
+            return
         try:
             reply = HANDLERS[type(message)](self, message, blob, started)
         except ProtocolError:
@@ -266,13 +269,24 @@ class Session(asyncio.Protocol):
         return wire.encode(wire.Numbers([max(count, await rest)]))
 
     def note(self, message: wire.Note, blob: wire.Blob, now: float) -> bytes:
+        history = self.server.pool.history
+        first = not history.waits(self.session)
         for row, some in groupby(message.requests, key=lambda request: request[0]):
             requests = [(count, conversation) for _, count, conversation in some]
             keys = blob.keys(sum(count for count, _ in requests))
-            self.server.pool.note_all(now, row, keys, requests)
+            history.add(self.session, row, keys, requests)
             if self.server.ssd:
                 self.server.ssd.noted(row, keys, requests)
         blob.end()
+        if not first or history.heed(now, self.session):  # what is small is done with this
+            self.server.noted()
+        return b""
+
+    async def _after_notes(self, frame: bytes) -> bytes:
+        """Take up this message again when all that this client has asked for before is in the history."""
+        while self.server.pool.history.heed(self.server.now(), self.session):  # noqa: ASYNC110 - it is work, not waiting
+            await asyncio.sleep(0)  # others come in between
+        self._buffer[:0] = frame
         return b""
 
     def corrupt(self, message: wire.Corrupt, blob: wire.Blob, now: float) -> bytes:
@@ -306,7 +320,8 @@ class Session(asyncio.Protocol):
         self._slow = None
         self._read_or_wait()
         if self._transport:
-            self._transport.write(reply)
+            if reply:
+                self._transport.write(reply)
             self.data_received(b"")
 
     def let_go(self, message: wire.LetGo, blob: wire.Blob, now: float) -> bytes:
@@ -426,6 +441,8 @@ def _prefetched(ticket: Ticket) -> bytes:
     return wire.encode(wire.Prefetched(ticket.request, ticket.state.name.lower(), len(ticket.keys), ticket.left), ticket.status)
 
 
+AFTER_NOTES = frozenset((wire.Reserve, wire.UseSpare, wire.Remove, wire.Flush, wire.GetStatus))
+"""What must not come before a request that this client has told of first: what it then missed was not there when it asked."""
 HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.Hello: Session.hello,
     wire.OpenNamespace: Session.namespace,
