@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import keys_of, open_namespace, values_of
+from tests.field.people import eventually, keys_of, open_namespace, values_of
 from tests.pools import PoolProcess
 from umbp import ReadStatus, WriteStatus
 
@@ -51,8 +51,7 @@ def healthy(pool: umbp.Pool, space_of: Callable[[int], Any], tenant: str) -> Ite
     out = np.zeros((3, 256), np.uint8)
     assert space.get(keys_of(1, 2, 3), out).all(ReadStatus.HIT)
     assert (out == values_of([1, 2, 3], 256)).all()
-    status = pool.status()
-    assert status["leases"] == status["reservations"] == status["pins"] == 0
-    mine = [n for n in status["namespaces"] if n["identity"]["tenant"] == tenant]
+    eventually(lambda: (s := pool.status())["leases"] == s["reservations"] == s["pins"] == 0, "nothing is left open")
+    mine = [n for n in pool.status()["namespaces"] if n["identity"]["tenant"] == tenant]
     assert [n["held_bytes"] for n in mine] == [3 * 256]
     assert pool.statistics().connects == 1  # nothing of this cost the connection

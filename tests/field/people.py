@@ -131,6 +131,10 @@ class Child:
         assert not (isinstance(value, dict) and "failed" in value), value["failed"]
         return value
 
+    def said(self) -> bool:
+        """Whether there is something to `hear`."""
+        return b"\n" in self._rest or bool(select.select([self._read], [], [], 0)[0])
+
     def signal(self, number: int) -> None:
         """Such as SIGSTOP; waits until it has stopped."""
         os.kill(self.pid, number)

@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -86,13 +87,15 @@ def test_stopped_reader_gets_its_bytes_or_a_miss(how: str) -> None:
 
 
 def test_renewed_lease_outlives_its_time_while_the_pool_is_full() -> None:
+    """A time that also a machine with much else to do renews in: of a lease that is lost nothing is to be shown here."""
     with PoolProcess(dram="32MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, BIG)
         space.put(keys_of(0, 1), values_of([0, 1], BIG))
-        with space.lease(keys_of(0, 1), 0.3) as lease:
+        start = time.monotonic()
+        with space.lease(keys_of(0, 1), 2.5) as lease:
             for number in range(100, 130):
                 assert space.put(keys_of(number), values_of([number], BIG)).all(WriteStatus.STORED)
-            eventually(lambda: lease.renewed_at > 0 and pool.status()["uptime_seconds"] > 1.2, "four times the lease has passed")
+            eventually(lambda: time.monotonic() - start > 3.0, "more than the lease's time has passed")
             assert lease.check().all()
             assert all((lease.view(i) == bytes_of(i, BIG)).all() for i in range(2))
         assert pool.status()["leases"] == 0
@@ -119,7 +122,7 @@ def test_reads_under_constant_eviction_are_right_or_misses() -> None:
                     hits += 1
                     assert (out[i] == bytes_of(batch[i], size)).all(), (turn, batch[i])
             assert hits > 500
-            assert pool.status()["counters"]["evicted_keys"] > 500
+            eventually(lambda: pool.status()["counters"]["evicted_keys"] > 500, "the writers had the pool evict")
             assert pool.status()["counters"]["corrupt_keys"] == 0
 
 
@@ -265,9 +268,12 @@ def _rank(child: Child, socket: str, size: int, seed: int) -> None:
             if seed % 4 == 0:
                 batch = batch + batch[:5]  # the same key twice in one batch
             absent = [number for number, there in zip(batch, space.lookup(keys_of(*batch)), strict=True) if not there]
-            status = space.put(keys_of(*absent), values_of(absent, size))
-            for each in status:
-                counts[each.code] = counts.get(each.code, 0) + 1
+            while absent:  # what another rank has been writing for longer than a put waits is asked for again
+                status = space.put(keys_of(*absent), values_of(absent, size))
+                absent = [number for number, each in zip(absent, status, strict=True) if each is WriteStatus.IN_FLIGHT]
+                for each in status:
+                    if each is not WriteStatus.IN_FLIGHT:
+                        counts[each.code] = counts.get(each.code, 0) + 1
             out = np.zeros((len(batch), size), np.uint8)
             assert space.get(keys_of(*batch), out).all(ReadStatus.HIT)
             assert (out == values_of(batch, size)).all()

@@ -1,6 +1,7 @@
 """What takes long elsewhere: a call a key, a lock a key, an interpreter that is held, long work in front of short calls.
 
-Field reports KV-24 and KV-25. Counts where counts say it; times only with bounds that a busy machine keeps too.
+Field reports KV-24 and KV-25. Counts where counts say it; else times of one run against each other, or processor time: a busy machine
+stretches every other time.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import Child, keys_of, open_namespace, values_of
+from tests.field.people import Child, eventually, keys_of, open_namespace, values_of
 from tests.pools import PoolProcess
 from umbp import ReadStatus, WriteStatus
+from umbp.client import mover
 from umbp.client.steps import Call
 
 MIB = 1 << 20
@@ -62,34 +64,39 @@ def test_calls_do_not_grow_with_the_keys(space_of: Any, calls: list[str], count:
     assert calls == ["Remove"]
 
 
-def test_lookup_of_ten_thousand_keys_and_large_gets_let_other_threads_run() -> None:
-    """A thread that ticks every 5 ms beside lookups of 10,000 keys and gets of 100 MiB."""
+def test_large_gets_let_other_threads_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that ticks every millisecond beside gets of 100 MiB: it ticks while they copy."""
     with PoolProcess(dram="128MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, MIB)
         numbers = list(range(100))
         values = np.zeros((100, MIB), np.uint8)
         assert space.put(keys_of(*numbers), values).all(WriteStatus.STORED)
-        keys, many = keys_of(*numbers), keys_of(*range(10_000))
-        stop, gaps = threading.Event(), []
+        stop, ticks, gather = threading.Event(), [0], mover.gather
+        most = 0
 
         def tick() -> None:
-            last = time.monotonic()
             while not stop.is_set():
-                time.sleep(0.005)
-                now = time.monotonic()
-                gaps.append(now - last)
-                last = now
+                time.sleep(0.001)
+                ticks[0] += 1
 
+        def counted(*copy: Any) -> None:
+            nonlocal most
+            before = ticks[0]
+            gather(*copy)
+            most = max(most, ticks[0] - before)
+
+        def get() -> bool:
+            assert space.get(keys_of(*numbers), values).all(ReadStatus.HIT)
+            return most >= 4  # where the interpreter is held there is one at the most, before it was taken
+
+        monkeypatch.setattr(mover, "gather", counted)
         ticker = threading.Thread(target=tick)
         ticker.start()
-        for _ in range(5):
-            assert space.lookup(many).sum() == 100
-            assert space.get(keys, values).all(ReadStatus.HIT)
-        stop.set()
-        ticker.join()
-        # A copy of 100 MiB takes longer than this median would be if the interpreter were held; one gap may be the machine's own doing.
-        assert sorted(gaps)[len(gaps) // 2] < 0.05
-        assert sorted(gaps)[-2] < 0.5
+        try:
+            eventually(get, "another thread ran while pages were copied")
+        finally:
+            stop.set()
+            ticker.join()
 
 
 def test_lookups_are_right_and_quick_while_the_full_pool_evicts() -> None:
@@ -99,14 +106,18 @@ def test_lookups_are_right_and_quick_while_the_full_pool_evicts() -> None:
         space.put(keys, np.zeros((20_000, 64), np.uint8))
         with Child(_evict_for_ever, server.socket) as writer:
             writer.hear()
-            times = []
-            for _ in range(60):
-                start = time.monotonic()
-                found = space.lookup(keys)
-                times.append(time.monotonic() - start)
-                assert found.shape == (20_000,)
+            times: list[float] = []
+
+            def look() -> bool:
+                for _ in range(20):
+                    start = time.thread_time()
+                    found = space.lookup(keys)
+                    times.append(time.thread_time() - start)
+                    assert found.shape == (20_000,)
+                return len(times) >= 60 and pool.status()["counters"]["evicted_keys"] > 1000
+
+            eventually(look, "the pool evicts")
             assert sorted(times)[len(times) // 2] < 0.2
-            assert pool.status()["counters"]["evicted_keys"] > 1000
 
 
 def _evict_for_ever(child: Child, socket: str) -> None:
@@ -122,15 +133,15 @@ def test_short_calls_of_others_are_not_behind_a_large_put_or_verify() -> None:
     """One client stores and verifies 64 MiB at a time; the other's calls are answered in between."""
     with PoolProcess(dram="192MiB") as server, umbp.connect(server.socket) as pool, Child(_large, server.socket) as other:
         other.hear()
-        space, times = open_namespace(pool, 64), []
+        space, short, large = open_namespace(pool, 64), [], []
         until = time.monotonic() + 2.0
-        while time.monotonic() < until:
+        while time.monotonic() < until or len(short) < 20 or len(large) < 5:
             start = time.monotonic()
             space.remove(keys_of(1))
-            times.append(time.monotonic() - start)
-        assert len(times) > 20
-        assert sorted(times)[len(times) // 2] < 0.1
-        assert max(times) < 2.0
+            short.append(time.monotonic() - start)
+            if other.said():
+                large.append(other.hear())
+        assert sorted(short)[len(short) // 2] < sorted(large)[len(large) // 2] / 4
 
 
 def _large(child: Child, socket: str) -> None:
@@ -140,6 +151,8 @@ def _large(child: Child, socket: str) -> None:
         child.say("started")
         while True:
             batch = keys_of(*range(number, number + 64))
+            start = time.monotonic()
             space.put(batch, values)
             space.get(batch, values, verify="always")
+            child.say(time.monotonic() - start)
             number += 64

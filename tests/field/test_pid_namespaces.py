@@ -6,13 +6,13 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import umbp
+from tests.field.people import eventually
 from tests.pools import PoolProcess
 from umbp.types import ReadStatus, WriteStatus
 
@@ -48,29 +48,22 @@ class Writer:
         self.statuses: umbp.Statuses | None = None
         self._thread = threading.Thread(target=self._put, args=(namespace(client),), daemon=True)
         self._thread.start()
-        assert self.reserved.wait(10)
+        assert self.reserved.wait(60)
 
     def _put(self, ns: umbp.Namespace) -> None:
         self.statuses = ns.fill(keys_of(1000, 20), self._fill)
 
     def _fill(self, which: np.ndarray, data: np.ndarray, offsets: np.ndarray) -> None:
         self.reserved.set()
-        assert self.go_on.wait(30)
+        assert self.go_on.wait(60)
         for offset in offsets.tolist():
             data[offset : offset + SIZE] = OURS
 
     def finish(self) -> umbp.Statuses:
         self.go_on.set()
-        self._thread.join(10)
+        self._thread.join(60)
         assert self.statuses is not None
         return self.statuses
-
-
-def until(true) -> None:
-    end = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("event", ["connection lost", "pool killed"])
@@ -85,7 +78,7 @@ def test_memory_under_a_writer_that_cannot_be_seen_is_given_to_nobody(pool: Pool
             one._waker.wake()
         with umbp.connect(pool.socket) as two:
             ns = namespace(two)
-            until(lambda: two.status()["abandoned"] == 20)
+            eventually(lambda: two.status()["abandoned"] == 20, "the pool does not know what the first writer does")
             put = ns.put(keys_of(0, 60), np.full((60, SIZE), THEIRS, np.uint8))
             stored = put.where(WriteStatus.STORED)
             assert 0 < np.count_nonzero(stored) <= 44, "twenty of the 64 pages are still the first writer's"
@@ -94,7 +87,7 @@ def test_memory_under_a_writer_that_cannot_be_seen_is_given_to_nobody(pool: Pool
             hit = ns.get(keys_of(0, 60), out).where(ReadStatus.HIT)
             assert hit.any()
             assert (out[hit] == THEIRS).all(), "bytes of another writer under a hit"
-            until(lambda: two.status()["abandoned"] == 0)  # it has let go, and says so on its new connection
+            eventually(lambda: two.status()["abandoned"] == 0, "it has let go, and says so on its new connection")
             assert ns.put(keys_of(2000, 60), np.full((60, SIZE), THEIRS, np.uint8)).all(WriteStatus.STORED)
 
 
@@ -107,5 +100,5 @@ def test_memory_of_a_dead_writer_that_could_not_be_seen_comes_back(pool: PoolPro
     )
     subprocess.run([sys.executable, "-c", code, pool.socket], check=False, timeout=60)
     with umbp.connect(pool.socket) as client:
-        until(lambda: client.status()["being_written"] + client.status()["abandoned"] == 0)
+        eventually(lambda: (s := client.status())["being_written"] + s["abandoned"] == 0, "the dead hold nothing")
         assert namespace(client).put(keys_of(0, 60), np.full((60, SIZE), THEIRS, np.uint8)).all(WriteStatus.STORED)

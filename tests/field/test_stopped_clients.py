@@ -5,6 +5,7 @@ Others may write the key, but not into the memory that the stopped one may still
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from typing import Any
@@ -21,33 +22,42 @@ from umbp.client import mover
 SIZE = 64 << 10
 
 
-def _slow_writer(child: Child, socket: str, ahead: int) -> None:
-    """A real put, stopped in the middle of its copy. After two others like it, it copies into memory that it was given with the last."""
+class TooLate(Exception):
+    """This process was kept from running for so long that its memory ahead is not its own any more."""
+
+
+def _slow_writer(child: Child, socket: str, ahead: bool) -> None:
+    """A real put, stopped in the middle of its copy. ``ahead``: after two others like it, into memory that it was given with the last."""
     with umbp.connect(socket) as pool:
-        space = open_namespace(pool, SIZE)
-        for number in range(3000, 3000 + 3 * ahead, 3):
-            space.put(keys_of(number, number + 1, number + 2), values_of([number] * 3, SIZE))
+        space, number = open_namespace(pool, SIZE), 3000
         copy = mover.scatter
 
         def halfway(data: Any, offsets: Any, values: Any, *, beside: bool) -> None:
-            assert beside == bool(ahead)
+            if beside != ahead:
+                raise TooLate
             copy(data, offsets[:1], values[:1])
             child.say(offsets.tolist())
             child.hear(60)  # here it is stopped
             copy(data, offsets, values, beside=beside)
 
-        mover.scatter = halfway
-        status = space.put(keys_of(1, 2, 3), values_of([1, 2, 3], SIZE, writer=1))
-        mover.scatter = copy
+        status: Any = None
+        while status is None:
+            while ahead and not space.operations.opened.spares:
+                space.put(keys_of(number, number + 1, number + 2), values_of([number] * 3, SIZE))
+                number += 3
+            mover.scatter = halfway
+            with contextlib.suppress(TooLate):
+                status = space.put(keys_of(1, 2, 3), values_of([1, 2, 3], SIZE, writer=1))
+            mover.scatter = copy
         child.say([each.code for each in status])
         child.hear(60)
         child.say([each.code for each in space.put(keys_of(4), values_of([4], SIZE))])
         child.hear(60)
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_writer_stopped_past_its_time_is_told_and_its_memory_is_nobody_elses(ahead: int) -> None:
-    with PoolProcess("--reservation-seconds", "0.8s" if ahead else "0.3s", dram="8MiB") as server, umbp.connect(server.socket) as pool:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_writer_stopped_past_its_time_is_told_and_its_memory_is_nobody_elses(ahead: bool) -> None:
+    with PoolProcess("--reservation-seconds", "1.5s" if ahead else "0.3s", dram="8MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, SIZE)
         with Child(_slow_writer, server.socket, ahead) as writer:
             held = set(writer.hear())
@@ -76,8 +86,8 @@ def test_writer_stopped_past_its_time_is_told_and_its_memory_is_nobody_elses(ahe
             assert writer.hear() == ["stored"]
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-def test_writer_stopped_over_a_lost_connection_and_a_restart_harms_nobody(ahead: int) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_writer_stopped_over_a_lost_connection_and_a_restart_harms_nobody(ahead: bool) -> None:
     """The pool is killed and started again while the writer is stopped in its copy: its memory waits for it all the same."""
     with PoolProcess("--reservation-seconds", "30s", dram="8MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, SIZE)
@@ -111,17 +121,17 @@ def test_killed_while_stopped_gives_back_at_once() -> None:
     with (
         PoolProcess("--reservation-seconds", "60s", dram="8MiB") as server,
         umbp.connect(server.socket) as pool,
-        Child(_slow_writer, server.socket, 0) as writer,
+        Child(_slow_writer, server.socket, False) as writer,
     ):
         writer.hear()
         writer.signal(signal.SIGSTOP)
         assert pool.status()["being_written"] == 3
         writer.kill()
-        eventually(lambda: pool.status()["used_bytes"] == 0, "the dead hold nothing", 2.0)
+        eventually(lambda: pool.status()["used_bytes"] == 0, "the dead hold nothing, long before their time is over", 30.0)
 
 
 def test_reservation_by_hand_expires_whole() -> None:
-    """As far as a client can go wrong by itself: commits late, twice, for another, with the wrong number of items."""
+    """As far as a client can go wrong by itself: commits late, and for another."""
     with (
         PoolProcess("--reservation-seconds", "0.5s", dram="8MiB") as server,
         umbp.connect(server.socket) as pool,
@@ -134,12 +144,18 @@ def test_reservation_by_hand_expires_whole() -> None:
         eventually(lambda: pool.status()["abandoned"] == 2, "the time is over")
         assert one.commit(number, len(ids)).tolist() == [WriteStatus.EXPIRED] * 2
         assert one.commit(number, len(ids)).tolist() == [WriteStatus.EXPIRED] * 2
-        number, _, ids, _ = one.reserve(keys_of(1, 2))
+        assert pool.status()["used_bytes"] == 0
+
+
+def test_reservation_by_hand_is_committed_whole_and_once(shared: PoolProcess, pool: umbp.Pool, tenant: str) -> None:
+    with Wire(shared.socket, SIZE, tenant=tenant) as one:
+        number, _, _, _ = one.reserve(keys_of(1, 2))
         with pytest.raises(umbp.InvalidRequest):
             one.commit(number, 1)
         assert one.commit(number, 2).tolist() == [WriteStatus.STORED] * 2
         assert one.commit(number, 2).tolist() == [WriteStatus.EXPIRED] * 2
-        assert pool.status()["used_bytes"] == 2 * SIZE
+    mine = [each["held_bytes"] for each in pool.status()["namespaces"] if each["identity"]["tenant"] == tenant]
+    assert mine == [2 * SIZE]
 
 
 def test_lease_and_pin_have_their_limits() -> None:
@@ -147,13 +163,14 @@ def test_lease_and_pin_have_their_limits() -> None:
     with PoolProcess(*options, dram="8MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, SIZE)
         space.put(keys_of(1), values_of([1], SIZE))
+        start = time.monotonic()
         with space.lease(keys_of(1), 3600, renew=False) as lease:
             assert lease.seconds == 0.4
-            start = time.monotonic()
             eventually(lambda: pool.status()["leases"] == 0, "the longest time is over")
-            assert time.monotonic() - start > 0.2
+            assert time.monotonic() - start >= 0.4
             assert lease.expired
             assert lease.check().all()  # unchanged all the same
+        start = time.monotonic()
         space.pin(keys_of(1), seconds=0.2)
-        assert pool.status()["pins"] == 1
+        assert pool.status()["pins"] == 1 or time.monotonic() - start > 0.2
         eventually(lambda: pool.status()["pins"] == 0, "the pin's time is over")

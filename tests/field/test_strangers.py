@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import Wire, eventually, keys_of, open_namespace, rss_bytes, values_of
+from tests.field.people import HEAR_SECONDS_MAX, Wire, eventually, keys_of, open_namespace, rss_bytes, values_of
 from tests.pools import PoolProcess
 from umbp import WriteStatus, wire
 
@@ -43,7 +43,7 @@ class Evil:
 
 def _upgraded(path: str) -> socket.socket:
     stranger = socket.socket(socket.AF_UNIX)
-    stranger.settimeout(5)
+    stranger.settimeout(HEAR_SECONDS_MAX)
     stranger.connect(path)
     stranger.sendall(wire.UPGRADE_REQUEST)
     got = b""
@@ -128,7 +128,7 @@ def test_half_frames_and_half_upgrades_leave_nothing(shared: PoolProcess, pool: 
 
 def test_a_frame_in_single_bytes_is_a_frame(shared: PoolProcess) -> None:
     stranger = socket.socket(socket.AF_UNIX)
-    stranger.settimeout(5)
+    stranger.settimeout(HEAR_SECONDS_MAX)
     stranger.connect(shared.socket)
     for byte in wire.UPGRADE_REQUEST + HELLO:
         stranger.sendall(bytes([byte]))
