@@ -32,6 +32,7 @@ class Signpost:
         self.table: dict[tuple[str, bytes], list[Source]] = {}  # the first one is named, unless it is excluded
         self.asked: list[tuple[str, int, bool, list[str]]] = []  # kind, keys, count, exclude
         self.failed: list[tuple[str, str]] = []
+        self.seconds = 0.001  # that each run is said to take
         self.delay = 0.0
         self._avoided: dict[str, float] = {}  # until when nobody is sent to a node that failed
         self._started = threading.Event()
@@ -92,7 +93,7 @@ class Signpost:
             if runs and runs[-1].source is holders[0]:
                 runs[-1] = dataclasses.replace(runs[-1], stop=at + 1)
             else:
-                runs.append(Run(at, at + 1, holders[0], Tier.DRAM, 0.001))
+                runs.append(Run(at, at + 1, holders[0], Tier.DRAM, self.seconds))
         pages = runs[-1].stop if runs else 0
         return encode_plan(Plan(tuple(runs), pages, pages, 0.001) if runs else NOTHING)
 

@@ -15,6 +15,7 @@ import pytest
 import umbp
 from tests.field.people import eventually
 from tests.pools import PoolProcess
+from tests.signpost import Signpost
 from umbp.types import NOWHERE, ReadStatus, Tier, WriteStatus
 
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
@@ -96,6 +97,12 @@ def fill(server: PoolProcess) -> None:
         wait_until(lambda: ssd_status(server)["keys"] == COUNT, "all are on SSD")
 
 
+def evict_all(server: PoolProcess) -> None:
+    """Nothing is in its DRAM."""
+    request = urllib.request.Request(f"{server.http}/v1/evict", b'{"bytes": "1GiB"}', {"Content-Type": "application/json"}, method="POST")
+    urllib.request.urlopen(request, timeout=10).close()
+
+
 @pytest.fixture
 def disk(folder: Path) -> Iterator[Disk]:
     made = Disk(folder)
@@ -106,8 +113,7 @@ def disk(folder: Path) -> Iterator[Disk]:
 @pytest.fixture
 def pool(server: PoolProcess, disk: Disk) -> Iterator[umbp.Pool]:
     """A client of a pool that has nothing in DRAM."""
-    request = urllib.request.Request(f"{server.http}/v1/evict", b'{"bytes": "1GiB"}', {"Content-Type": "application/json"}, method="POST")
-    urllib.request.urlopen(request, timeout=10).close()
+    evict_all(server)
     (disk.folder / "read").unlink(missing_ok=True)
     with umbp.connect(server.socket) as client:
         yield client
@@ -224,12 +230,9 @@ def test_a_cancelled_load_stops_the_reading(pool: umbp.Pool, disk: Disk) -> None
         assert cache.has(range(COUNT), slots).all()
 
 
-def test_pages_damaged_in_a_late_layer_are_exactly_those_that_are_missing(folder: Path, server: PoolProcess, pool: umbp.Pool) -> None:
-    """And they are listed no more, and can be put again; the others of the load are whole."""
-    cache, slots = cache_of(), slots_for(6, COUNT)
-    space = cache.namespace(pool, tenant="t")
+def damage(folder: Path, bad: dict[int, int]) -> None:
+    """On disk: of each of these pages a byte of this layer."""
     source = cache_of()
-    bad = {5: 7, 17: 6, 30: 0}  # page: its damaged layer
     files = {path: path.read_bytes() for path in (folder / "ssd").glob("segment-*")}
     for number, layer in bad.items():
         source.write([number], [1])
@@ -238,6 +241,15 @@ def test_pages_damaged_in_a_late_layer_are_exactly_those_that_are_missing(folder
         with path.open("r+b") as file:
             file.seek(at + layer * LAYER + 1000)
             file.write(b"\xff")
+
+
+def test_pages_damaged_in_a_late_layer_are_exactly_those_that_are_missing(folder: Path, server: PoolProcess, pool: umbp.Pool) -> None:
+    """And they are listed no more, and can be put again; the others of the load are whole."""
+    cache, slots = cache_of(), slots_for(6, COUNT)
+    space = cache.namespace(pool, tenant="t")
+    source = cache_of()
+    bad = {5: 7, 17: 6, 30: 0}  # page: its damaged layer
+    damage(folder, bad)
     with umbp.Loader(space, cache.tensors) as loader:
         load = loader.load(keys_of(range(COUNT)), slots)
         assert load.wait(LAYERS - 1)
@@ -270,3 +282,44 @@ def test_a_pool_that_is_killed_in_the_middle_costs_the_pages_that_were_on_their_
         done = loader.load(keys_of(range(COUNT)), slots, deadline=30.0).finish()
         assert done.missing.tolist() == [], done.reason
         assert cache.has(range(COUNT), slots).all()
+
+
+def test_a_page_that_fails_in_the_middle_is_taken_from_another_node_that_has_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never from one that has other bytes for it: its first layers may be in use."""
+    monkeypatch.setenv("SLOW_DISK", str(tmp_path))
+    ssd = ("--ssd", f"{tmp_path / 'ssd'}:512MiB", "--ssd-admission", "always")
+    with (
+        Signpost() as master,
+        PoolProcess("--master", master.url, *ssd, dram="128MiB", module="tests.slow_disk") as here,
+        PoolProcess("--master", master.url, dram="32MiB") as there,
+        umbp.connect(here.socket) as pool,
+        umbp.connect(there.socket) as other,
+    ):
+        fill(here)
+        damage(tmp_path, {5: 7, 17: 6, 30: 0, 31: 5})
+        source, keys = cache_of(), keys_of([5, 17, 30])
+        source.write([5, 17, 30], [1, 2, 3])
+        source.views["kv", 0][2] ^= 1  # computed again, it came out a little different
+        replica = source.namespace(other, tenant="t")
+        values = np.concatenate([source.views["kv", layer][1:4] for layer in range(LAYERS)], axis=1)
+        assert replica.put(keys, values).all(WriteStatus.STORED)
+        master.add(there, replica, keys)
+        master.seconds = 1.0  # so that the disk is asked first
+        evict_all(here)
+        cache, slots, disk = cache_of(), slots_for(8, COUNT), Disk(tmp_path)
+        space = cache.namespace(pool, tenant="t")
+        disk.let(-(-(16 << 20) // FIRST) * FIRST)
+        with umbp.Loader(space, cache.tensors) as loader:
+            load = loader.load(keys_of(range(COUNT)), slots, deadline=30.0)
+            assert load.wait(0)  # it fails in the first: taken whole from there while the others come in parts
+            assert cache.has([30], slots[[30]], 0).all()
+            disk.free()
+            done = load.finish()
+        assert ssd_status(here)["damaged_keys"] == 4
+        assert done.missing.tolist() == [17, 31], done.reason
+        good = [number for number in range(COUNT) if number not in (17, 31)]
+        assert cache.has(good, slots[good]).all()
+        wait_until(lambda: pool.status()["leases"] == 0, "nothing is held")
+        assert "Traceback" not in here.log(), here.log()

@@ -286,6 +286,10 @@ class Pool:
         """Show these of a reservation's items, which are filled, while others are still being filled. False: nothing was done."""
         return self.writes.finish_some(now, session, number, chosen, sums)
 
+    def split(self, session: int, number: int, chosen: Mask) -> int:
+        """These of a reservation's items are one of their own from now on, which ends when it will; its number. 0: nothing was done."""
+        return self.writes.split(session, number, chosen)
+
     @property
     def being_written(self) -> int:
         """Pages on their way: neither scratch nor memory ahead is any."""

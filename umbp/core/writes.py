@@ -179,6 +179,25 @@ class Writes:
         made.ids, made.fingerprints, made.entered = made.ids[left], made.fingerprints[left], made.entered[left]
         return True
 
+    def split(self, session: int, number: int, chosen: Mask) -> int:
+        """Make these of a reservation's items, not all, a reservation of their own; its number, 0 where nothing was done (see `finish`)."""
+        made = self.open.get(number)
+        if made is None or made.session != session or made.expired or chosen.all():
+            return 0
+        parts = []
+        for part in (chosen, ~chosen):
+            keys = [key for key, mine in zip(made.keys, part.tolist(), strict=True) if mine]
+            ids, parents = made.ids[part], made.parents.only(part)
+            # The other's pages may have been evicted, and their ids given to others, when these are shown.
+            known = (parents.versions != 0) | np.isin(parents.ids, ids)
+            parents = Parents(np.where(known, parents.ids, -1), parents.versions)
+            parts.append((ids, keys, parents, made.fingerprints[part], made.entered[part]))
+        ids, keys, parents, prints, entered = parts[0]
+        other = Reservation(self.next_number(), session, made.account, made.namespace, ids, keys, parents, prints, entered, made.expires)
+        made.ids, made.keys, made.parents, made.fingerprints, made.entered = parts[1]
+        self._enter(other)
+        return other.number
+
     def adopt(self, now: float, session: int, account: Account, ids: I64) -> None:
         """Orphans that a session of a former boot left: they end with it."""
         made = self._without_keys(session, account, ids, now)

@@ -7,6 +7,9 @@ it, and reads each offer in parts, in order, so that the first pages are there e
 
     offers -> cheapest -> (a part: reserve -> read -> compare checksums -> commit -> land) ... -> what failed: once more, elsewhere
 
+Parts of which a load sees the first layers early are read stage by stage (`umbp.pool.staged`), and what fails of them is tried elsewhere at
+once (`umbp.pool.elsewhere`).
+
 A source that knows of pages to be right before the read has ended says so, and these are committed and land at once. A reservation is the
 pool's own (session 0), and what is left of it is committed or given back when its read has ended, whatever happened; nothing is visible
 before it is whole. Of what landed each ticket gets a lease until its client ends the ticket, so that no page goes between its arrival and
@@ -36,6 +39,7 @@ from umbp.core.fetches import Batch, Fetches, Ticket
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.errors import LimitReached, UmbpError
+from umbp.pool.elsewhere import Same
 from umbp.pool.parts import Part, SourceCounts, names
 from umbp.pool.places import READS_PER_PLACE, Places
 from umbp.pool.rooms import Rooms
@@ -150,7 +154,7 @@ class Fetching:
         tiers[self.pool.find_keys(account, keys).hit] = Tier.DRAM
         absent = np.flatnonzero(tiers == NOWHERE)
         if len(absent) and self.sources:
-            offers = await self._offers(self._space(account), keys[absent], frozenset(), self.now() + LOCATE_SECONDS_MAX, peek=True)
+            offers = await self.offers(self._space(account), keys[absent], frozenset(), self.now() + LOCATE_SECONDS_MAX, peek=True)
             for _, offer in reversed(offers):  # the cheapest last, so that it counts
                 tiers[absent[offer.which]] = offer.tier
         return tiers
@@ -232,13 +236,12 @@ class Fetching:
                 codes[left] = ReadStatus.MISS
                 return
             space = self._space(account)
-            remaining = batch.deadline - self.now()
-            if remaining <= 0:
+            if batch.deadline <= self.now():
                 codes[left] = ReadStatus.BUSY
                 return
             share = FIRST_SHARE if attempt == 0 else 1.0
-            until = self.now() + min(share * remaining, OFFERS_SECONDS_MAX)
-            offers = await self._offers(space, keys[left], excluded, until, far=batch.far)
+            until = self.offers_until(batch, share)
+            offers = await self.offers(space, keys[left], excluded, until, far=batch.far)
             parts, nobody = self._deal(batch, space, offers, left)
             if attempt == 0:
                 codes[left[nobody]] = ReadStatus.MISS
@@ -249,7 +252,12 @@ class Fetching:
             if not len(left):
                 return
 
-    async def _offers(
+    def offers_until(self, batch: Batch, share: float = 1.0) -> float:
+        """How long sources may take to say what they have, of this share of the time that is left."""
+        now = self.now()
+        return now + min(share * max(0.0, batch.deadline - now), OFFERS_SECONDS_MAX)
+
+    async def offers(
         self, space: Space, keys: U8, exclude: frozenset[str], deadline: float, *, peek: bool = False, far: bool = True
     ) -> list[tuple[Source, Offer]]:
         """Of all sources, the cheapest a page first. A source that fails or is late offers nothing."""
@@ -328,13 +336,29 @@ class Fetching:
             raise
         return part.which[(status == WriteStatus.PENDING) & ~mine], rooms
 
-    async def _read(self, batch: Batch, space: Space, part: Part, rooms: Rooms, deadline: float, codes: U8) -> Mask:
+    async def read_same(self, batch: Batch, space: Space, part: Part, rooms: Rooms, same: Same, codes: U8) -> None:
+        """`_read` of pages that must be those that they were, when it is the place's turn, within the time of who waits."""
+        try:
+            async with asyncio.timeout(max(0.0, batch.deadline - self.now())), self.places.of(part.offer.place).turns, self.reads:
+                deadline = min(batch.deadline, self.now() + READ_SECONDS_MAX)
+                await self._read(batch, space, part, rooms, deadline, codes, same)
+        except TimeoutError:
+            pass
+        finally:
+            rooms.give_back()
+
+    async def _read(
+        self, batch: Batch, space: Space, part: Part, rooms: Rooms, deadline: float, codes: U8, same: Same | None = None
+    ) -> Mask:
         """Fill these reservations and end them; which pages are stored, (len(rooms.which),) bool."""
         which, counts = rooms.which, self.counts[part.source.name]
         good, sums = np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
         landed = np.zeros(len(which), bool)
 
         def store(places: I64, made: U64) -> None:
+            if same is not None:
+                right = same(places, made)
+                places, made = places[right], made[right]
             shown = rooms.store(places, made)
             landed[shown] = True
             codes[which[shown]] = ReadStatus.HIT
@@ -345,6 +369,8 @@ class Fetching:
             async with asyncio.timeout(deadline - began + 0.5):  # a source bounds itself; this is for one that does not
                 taken = await part.source.read(space, part.offer, batch.keys[which], self.data, rooms.offsets, deadline, store)
             good, sums = await self._whole(taken, rooms.offsets, space.object_bytes)
+            if same is not None:
+                good &= same(np.arange(len(good)), sums)
             codes[which[taken.status == ReadStatus.MISS]] = ReadStatus.MISS
         except (UmbpError, OSError, TimeoutError) as error:
             lingers = error.settled if isinstance(error, Lingering) else None

@@ -79,6 +79,30 @@ class Rooms:
             self._wake()
         return now
 
+    def split(self, places: I64) -> Rooms:
+        """Those for these pages (of ``which``, ascending), which end when they will; the others know nothing of them any more.
+
+        Pages whose reservation is over are not among them.
+        """
+        other, wanted = Rooms(self._pool, self._now, self._wake), np.zeros(len(self.which), bool)
+        wanted[places] = True
+        taken: list[I64] = []
+        for room in self._open:
+            mine = wanted[room.at]
+            if not mine.any():
+                continue
+            number = room.number if mine.all() else self._pool.split(SESSION, room.number, mine)
+            if number:
+                start = sum(map(len, taken))
+                taken.append(room.at[mine])
+                other._open.append(Room(number, np.arange(start, start + len(taken[-1]))))
+                room.at = room.at[~mine]
+        self._open = [room for room in self._open if len(room.at)]
+        moved: I64 = np.concatenate([places[:0], *taken])
+        other.which, other.ids, other.offsets = self.which[moved], self.ids[moved], self.offsets[moved]
+        other.stored = np.zeros(len(moved), bool)
+        return other
+
     def end(self, good: Mask, sums: U64, lingers: asyncio.Future[None] | None) -> Mask:
         """The read is over: show what is ``good``, (m,), give the rest back; all that is stored by now.
 

@@ -101,6 +101,11 @@ class Source(Protocol):
 class Reading(Protocol):
     """Pages that are read in parts, for who looks at them before they are whole."""
 
+    @property
+    def sums(self) -> U64:
+        """(m,) the checksum that each page as a whole must have, 0 where that is not known."""
+        ...
+
     async def read(self, which: I64, spans: Ranges) -> U8:
         """Read and verify these bytes of these pages (indices); `ReadStatus` each. Returns or raises only when it writes no more.
 

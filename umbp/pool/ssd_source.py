@@ -17,7 +17,7 @@ from umbp.store.index import place_word
 from umbp.store.ssd_pieces import PieceReader
 from umbp.store.ssd_reads import takes_direct
 from umbp.transport.base import Came
-from umbp.types import I64, U8, ReadStatus, Tier
+from umbp.types import I64, U8, U64, ReadStatus, Tier
 
 READ_BYTES_MAX = 16 << 20  # four threads, each a run of 4 MiB: the disk's bandwidth, and the first pages within some 10 ms
 RATE_FIRST = 1e9  # bytes a second, until one was measured
@@ -104,6 +104,11 @@ class SsdReading:
 
     def __repr__(self) -> str:
         return f"<SsdReading from {self._place}: {self._pieces!r}>"
+
+    @property
+    def sums(self) -> U64:
+        """See `umbp.pool.sources.Reading`."""
+        return self._pieces.wholes
 
     async def read(self, which: I64, spans: Ranges) -> U8:
         """See `umbp.pool.sources.Reading`."""

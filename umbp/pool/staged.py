@@ -9,8 +9,9 @@ is not whole.
 
     reserve all -> (stage: read, verify, mark) ... -> commit what is whole, give back the rest
 
-A page that fails in any stage has failed for who waits, at once: it is not looked for elsewhere, since its first layers may be in use. The
-reservation of a part ends as a whole, when nothing is read into it any more.
+A page that fails in any stage is tried elsewhere at once, into the same memory, while the part goes on with the others
+(`umbp.pool.elsewhere`); nobody has it, or another page than the disk's: then it has failed for who waits. What is whole of a part is
+committed when its last stage is read; the part is over when all of its pages are.
 
 Several loads share a disk fairly: each read of `Source.read_bytes_max` at most takes its turn (`umbp.pool.places`), stage by stage. A disk
 that hangs keeps its turn, and the pages; who waits has its deadline. Nobody reads on for nobody: a stage is not begun when the last who
@@ -32,6 +33,7 @@ import numpy as np
 from umbp.core.fetches import Batch
 from umbp.core.stages import Ranges, Step, steps
 from umbp.errors import InvalidRequest, UmbpError
+from umbp.pool.elsewhere import Elsewhere
 from umbp.pool.parts import Part
 from umbp.pool.rooms import Rooms
 from umbp.pool.sources import Ranged, Reading, Space
@@ -71,7 +73,7 @@ class Staged:
         return 0 if self.parts >= PARTS_MAX else max(0, min(wanted, room // space.object_bytes))
 
     async def take(self, batch: Batch, space: Space, part: Part, codes: U8) -> I64:
-        """Read one part; all of its pages land."""
+        """Read one part. The pages (indices of the batch) that failed before anybody could have seen them, and may be elsewhere."""
         size = len(part.which) * space.object_bytes
         if self.fetching.now() >= batch.deadline:
             codes[part.which] = ReadStatus.BUSY
@@ -79,49 +81,62 @@ class Staged:
             return part.which[:0]
         self.parts += 1
         self.reserved_bytes += size
+        failed = part.which[:0]
         try:
             waiting, rooms = self.fetching.reserve(batch, space, part, batch.deadline, codes)
             if len(rooms.which):
-                await self._fill(batch, space, part, rooms, codes)
+                failed = await self._fill(batch, space, part, rooms, codes)
         finally:
             self.parts -= 1
             self.reserved_bytes -= size
-        return await self.fetching.await_writers(batch, waiting, codes)
+        return np.concatenate([failed, await self.fetching.await_writers(batch, waiting, codes)])
 
-    async def _fill(self, batch: Batch, space: Space, part: Part, rooms: Rooms, codes: U8) -> None:
-        """Read into these reservations and end them."""
+    async def _fill(self, batch: Batch, space: Space, part: Part, rooms: Rooms, codes: U8) -> I64:
+        """Read into these reservations and end them; the pages that failed all together, and are left to the caller."""
         fetching, source = self.fetching, part.source
         assert isinstance(source, Ranged)
-        which, ids = rooms.which, rooms.ids
-        good, sums = np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
+        which, stored = rooms.which, np.zeros(len(rooms.which), bool)
+        elsewhere = Elsewhere(fetching, batch, space, part, codes)
         reading: Reading | None = None
+        done = broken = False
         try:
             reading = await source.begin(space, part.offer, batch.keys[which], fetching.data, rooms.offsets)
-            if await self._stages(batch, part, reading, steps(batch.stages, space.object_bytes), which, ids, codes):
+            if await self._stages(batch, part, reading, steps(batch.stages, space.object_bytes), rooms, codes, elsewhere):
                 taken = reading.end()
-                good, sums = taken.status == ReadStatus.HIT, taken.sums
                 codes[which[taken.status == ReadStatus.MISS]] = ReadStatus.MISS
+                good = np.flatnonzero(taken.status == ReadStatus.HIT)
+                stored[rooms.store(good, taken.sums[good])] = True
+            done = True
         except (UmbpError, OSError) as error:
+            broken = True
             fetching.places.suspect(part.offer.place, error)
         finally:
             if reading is not None:
                 reading.close()
-            stored = rooms.end(good, sums, None)
-        self._count(part, space, which, stored, codes)
-        codes[which[stored]] = ReadStatus.HIT
-        fetching.land(batch, which[stored], codes, ours=ids[stored])
-        rest = which[~stored]
-        fetching.land(batch, rest[[batch.pages[at].running for at in rest.tolist()]], codes)
+            rooms.give_back()
+            self._count(part, space, which, stored, codes)
+            codes[which[stored]] = ReadStatus.HIT
+            fetching.land(batch, which[stored], codes, ours=rooms.ids[stored])
+            await elsewhere.end(cancel=not done)
+        rest: I64 = which[~stored]
+        rest = rest[np.array([batch.pages[at].running for at in rest.tolist()], bool)]
+        if broken:
+            return rest
+        fetching.land(batch, rest, codes)
+        return which[:0]
 
-    async def _stages(self, batch: Batch, part: Part, reading: Reading, todo: list[Step], which: I64, ids: I64, codes: U8) -> bool:
-        """All stages; False if nobody waits any more. Pages that fail land at once."""
+    async def _stages(
+        self, batch: Batch, part: Part, reading: Reading, todo: list[Step], rooms: Rooms, codes: U8, elsewhere: Elsewhere
+    ) -> bool:
+        """All stages; False if nobody waits any more. Pages that fail are looked for elsewhere at once."""
+        which = rooms.which
         alive: Mask = np.ones(len(which), bool)
-        for step in todo:
+        for number, step in enumerate(todo):
             each = sum(stop - start for start, stop in step.spans)
             count = max(1, part.source.read_bytes_max // each)
             left = np.flatnonzero(alive)
             chunks = [left[start : start + count] for start in range(0, len(left), count)]
-            reads = (self._read(batch, part, reading, step, chunk, which, ids) for chunk in chunks)
+            reads = (self._read(batch, part, reading, step, chunk, which, rooms.ids) for chunk in chunks)
             done = await asyncio.gather(*reads, return_exceptions=True)  # all of them: the memory goes when this is over
             for chunk, status in zip(chunks, done, strict=True):
                 if isinstance(status, BaseException):
@@ -130,9 +145,11 @@ class Staged:
                     codes[which[alive]] = ReadStatus.BUSY
                     return False
                 bad = chunk[status != ReadStatus.HIT]
-                alive[bad] = False
-                codes[which[bad]] = status[status != ReadStatus.HIT]
-                self.fetching.land(batch, which[bad], codes)
+                if len(bad):
+                    alive[bad] = False
+                    codes[which[bad]] = status[status != ReadStatus.HIT]
+                    some = rooms.split(bad)
+                    elsewhere.look(some, reading.sums[np.searchsorted(which, some.which)], shown=number > 0)
         return True
 
     async def _read(self, batch: Batch, part: Part, reading: Reading, step: Step, chunk: I64, which: I64, ids: I64) -> U8 | None:
