@@ -58,6 +58,14 @@ def hand(server: PoolProcess, request: pytest.FixtureRequest) -> Iterator[Any]:
         each.connection.close()
 
 
+def apart(hand: Any) -> tuple[RankByHand, RankByHand]:
+    """Two ranks of a group of two."""
+    one, two = hand(), hand()
+    one.enter(0)
+    two.enter(1)
+    return one, two
+
+
 def later(work: Any) -> tuple[threading.Thread, list[Any]]:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work()))
@@ -66,26 +74,32 @@ def later(work: Any) -> tuple[threading.Thread, list[Any]]:
 
 
 def test_who_waits_in_a_meeting_delays_nobody_else(server: PoolProcess, hand: Any) -> None:
-    one, two, three = hand(), hand(), hand()
-    one.enter(0)
-    two.enter(1)
+    (one, two), three = apart(hand), hand()
+
+    def served_meanwhile() -> bool:
+        """Whether all that others asked was answered before the meeting's time was over, a second: not on a machine that had no time."""
+        waiting, found = later(lambda: one.join(1.0))
+        time.sleep(0.05)  # most likely it waits by now; the rest holds in any case
+        for _ in range(20):
+            three.ask(wire.GetStatus())
+        with umbp.connect(server.socket) as pool:
+            assert pool.connected
+        meanwhile = waiting.is_alive()
+        waiting.join(60.0)
+        assert [seat[0] for seat in found[0].seats] == [0]
+        assert one.leave(found[0].round)
+        return meanwhile
+
+    eventually(served_meanwhile, "others are answered while one waits")
     waiting, found = later(lambda: one.join(1.0))
-    time.sleep(0.05)  # most likely it waits by now; the rest holds in any case
-    for _ in range(20):
-        three.ask(wire.GetStatus())
-    with umbp.connect(server.socket) as pool:
-        assert pool.connected
-    assert waiting.is_alive()
     two.ask(wire.Bye())
-    waiting.join(20.0)
+    waiting.join(60.0)
     assert [seat[0] for seat in found[0].seats] == [0]
     assert one.leave(found[0].round)
 
 
 def test_a_meeting_to_which_not_all_come_ends_with_its_time(hand: Any) -> None:
-    one, two = hand(), hand()
-    one.enter(0)
-    two.enter(1)
+    one, two = apart(hand)
     started = time.monotonic()
     roster = one.join(0.2)
     assert time.monotonic() - started >= 0.2
@@ -94,47 +108,53 @@ def test_a_meeting_to_which_not_all_come_ends_with_its_time(hand: Any) -> None:
 
 
 def test_all_who_join_get_the_same_roster(hand: Any) -> None:
-    one, two = hand(), hand()
-    one.enter(0)
-    two.enter(1)
-    waiting, found = later(lambda: one.join(1.0))
-    time.sleep(0.02)
-    mine = two.join(1.0)
-    waiting.join()
-    assert found[0] == mine
+    one, two = apart(hand)
+
+    def met() -> Any:
+        """The roster, where both were there within a second."""
+        waiting, found = later(lambda: one.join(1.0))
+        time.sleep(0.02)
+        mine = two.join(1.0)
+        waiting.join(60.0)
+        if len(mine.seats) == 1:
+            assert found[0].round != mine.round
+            return None
+        assert found[0] == mine
+        return mine
+
+    mine = eventually(met, "two that join at about the same time meet")
     assert [seat[0] for seat in mine.seats] == [0, 1]
     assert [(seat[2], seat[3]) for seat in mine.seats] == [(each.piece.offset, STAGING) for each in (one, two)]
 
 
 def test_a_rank_that_goes_while_others_wait_frees_them_and_leaves_nothing(server: PoolProcess, hand: Any) -> None:
     with umbp.connect(server.socket) as pool:
-        before = pool.status()["used_bytes"]
-        one, two = hand(), hand()
-        one.enter(0)
-        two.enter(1)
+        eventually(lambda: pool.status()["used_bytes"] == 0, "the test before has left nothing")
+        one, two = apart(hand)
         waiting, found = later(lambda: one.join(1.0))
         time.sleep(0.05)
         two.ask(wire.Bye())
-        waiting.join(20.0)
+        waiting.join(60.0)
         assert [seat[0] for seat in found[0].seats] == [0]
         again, _ = later(lambda: one.join(1.0))
         again.join()
         one.ask(wire.Bye())
-        eventually(lambda: pool.status()["used_bytes"] == before, "all scratch is given back")
+        eventually(lambda: pool.status()["used_bytes"] == 0, "all scratch is given back")
         assert pool.status()["leases"] == 0
 
 
 def test_scratch_of_a_connection_that_broke_is_kept_until_its_process_lets_go(server: PoolProcess, hand: Any) -> None:
     with umbp.connect(server.socket) as pool:
-        before = pool.status()["used_bytes"]
+        eventually(lambda: pool.status()["used_bytes"] == 0, "the test before has left nothing")
         one, two = hand(), hand()
         one.ask(wire.TakeScratch(STAGING))
-        session = one.welcome.session
+        session, sessions = one.welcome.session, pool.status()["sessions"]
         one.connection.close()
         time.sleep(0.05)
-        assert pool.status()["used_bytes"] == before + STAGING
+        assert pool.status()["used_bytes"] == STAGING
         two.ask(wire.LetGo(session))
-        eventually(lambda: pool.status()["used_bytes"] == before, "it is given back")
+        eventually(lambda: pool.status()["used_bytes"] == 0, "it is given back")
+        assert pool.status()["sessions"] == sessions - 1
 
 
 def test_scratch_that_is_given_back_ends_the_membership(hand: Any) -> None:
@@ -149,20 +169,25 @@ def test_scratch_that_is_given_back_ends_the_membership(hand: Any) -> None:
 
 
 def test_who_is_replaced_while_it_waits_is_told(hand: Any) -> None:
-    one, two, again = hand(), hand(), hand()
-    one.enter(0)
-    two.enter(1)
+    (one, _), again = apart(hand), hand()
+    again.piece = again.ask(wire.TakeScratch(STAGING))[0]
 
     def join() -> Any:
-        with pytest.raises(NotFound):
-            one.join(1.0)
-        return time.monotonic()
+        try:
+            return one.join(1.0)
+        except NotFound as error:
+            return error
 
-    waiting, found = later(join)
-    time.sleep(0.05)
-    again.enter(0)
-    waiting.join(20.0)
-    assert found
+    def replaced() -> bool:
+        """Whether it was, within the second that it waits."""
+        one.enter(0)
+        waiting, found = later(join)
+        time.sleep(0.05)
+        again.ask(wire.OpenGroup(again.row, "g", 2, 0, again.piece.number))
+        waiting.join(60.0)
+        return isinstance(found[0], NotFound)
+
+    eventually(replaced, "who is replaced while it waits is told")
 
 
 def test_what_is_out_of_bounds_is_refused(hand: Any) -> None:

@@ -26,6 +26,7 @@ from umbp import ReadStatus, Tier, WriteStatus
 from umbp.types import NOWHERE
 
 SIZE = 128 << 10
+PATIENCE = 30.0  # of reads that are to succeed, on a machine with much else to do
 HIT, MISS, BUSY, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.BUSY, ReadStatus.FAILED
 
 
@@ -60,7 +61,7 @@ class Node:
     def store(self, *numbers: int) -> None:
         assert self.space.put(keys_of(*numbers), values_of(numbers, self.size)).all(WriteStatus.STORED, WriteStatus.EXISTS)
 
-    def get(self, *numbers: int, deadline: float | None = None) -> Any:
+    def get(self, *numbers: int, deadline: float = PATIENCE) -> Any:
         """Statuses; the bytes of what is a hit are compared."""
         out = np.zeros((len(numbers), self.size), np.uint8)
         statuses = self.space.get(keys_of(*numbers), out, deadline=deadline)
@@ -157,7 +158,7 @@ def test_two_requesters_for_one_page_are_one_fetch(nodes: tuple[Node, Node], mas
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     for node in others:
         node.client.close()
     assert a.metric("umbp_granted_pages_total") - before == 30
@@ -235,16 +236,16 @@ def test_a_killed_peer_costs_its_pages_and_little_time(nodes: tuple[Node, Node],
     master.add(d.pool, d.space, keys_of(*range(100, 110)))
     c.pool.kill()
     began = time.monotonic()
-    statuses = b.get(*range(200, 250), *range(110), deadline=1.0)
-    assert time.monotonic() - began < 1.0 + SLACK_SECONDS
+    statuses = b.get(*range(200, 250), *range(110))
+    assert time.monotonic() - began < PATIENCE / 2
     assert statuses[:50].all(HIT)
     assert statuses[50:150].all(FAILED, MISS)
     assert statuses[150:].all(HIT)
-    assert any(node == c.pool.name for node, _ in master.failed)
+    eventually(lambda: any(node == c.pool.name for node, _ in master.failed), "the master is told")
     began = time.monotonic()
     for number in range(100):
-        assert b.get(number, deadline=1.0).all(MISS, FAILED)
-    assert time.monotonic() - began < 5.0 + 2 * SLACK_SECONDS  # where each took its deadline it would be 100 s
+        assert b.get(number, deadline=2.0).all(MISS, FAILED)
+    assert time.monotonic() - began < 60.0  # where each took its deadline it would be 200 s
 
 
 def test_a_frozen_peer_costs_its_pages_and_the_deadline_holds(
@@ -260,32 +261,33 @@ def test_a_frozen_peer_costs_its_pages_and_the_deadline_holds(
     master.add(a.pool, a.space, keys_of(*range(20)))
     c.pool.signal(signal.SIGSTOP)
     try:
-        waits: list[float] = []
+        served = 0
         stop = threading.Event()
 
         def others() -> None:
+            nonlocal served
             node = Node(b.pool, str(b.space.identity.tenant))
             while not stop.is_set():
-                began = time.monotonic()
                 assert node.get(40, 41).all(HIT)
                 with node.space.lease(keys_of(40, 41)) as lease:
                     assert lease.held.all()
-                waits.append(time.monotonic() - began)
+                served += 1
                 time.sleep(0.005)
             node.client.close()
 
         thread = threading.Thread(target=others)
         thread.start()
-        began = time.monotonic()
-        statuses = b.get(*range(60), deadline=1.0)
-        took = time.monotonic() - began
+        eventually(lambda: served, "they are served")
+        began, before = time.monotonic(), served
+        statuses = b.get(*range(60), deadline=2.0)
+        took, meanwhile = time.monotonic() - began, served - before
         stop.set()
-        thread.join(10)
-        assert took < 1.0 + SLACK_SECONDS
+        thread.join(60)
+        assert took < 2.0 + SLACK_SECONDS
         assert statuses[:20].all(HIT)
         assert statuses[20:40].all(FAILED, BUSY, MISS)
         assert statuses[40:].all(HIT)
-        assert max(waits) < 0.9  # nobody waits until the deadline of those pages
+        assert meanwhile >= 4  # who waits until the deadline of those pages is served once in that time
     finally:
         c.pool.signal(signal.SIGCONT)
     eventually(lambda: b.get(*range(20, 40)).all(HIT), "it is asked again when it is well")
@@ -329,11 +331,11 @@ def test_a_wrong_address_is_found_out_by_who_answers_there(nodes: tuple[Node, No
         master.add(a.pool, a.space, keys_of(3), addresses={"http": "not an address::"}, node="nonsense")
         master.add(a.pool, a.space, keys_of(4), addresses={"carrier-pigeon": "coop 7"}, node="pigeon")
         began = time.monotonic()
-        statuses = b.get(1, 2, 3, 4, deadline=1.0)
-        assert time.monotonic() - began < 1.0 + SLACK_SECONDS
+        statuses = b.get(1, 2, 3, 4, deadline=2.0)
+        assert time.monotonic() - began < 2.0 + SLACK_SECONDS
     assert statuses[0] == HIT
     assert statuses[1:].all(FAILED, MISS, BUSY)
-    assert {"deaf", "nonsense", "pigeon", a.pool.name} <= {node for node, _ in master.failed}
+    eventually(lambda: {"deaf", "nonsense", "pigeon", a.pool.name} <= {node for node, _ in master.failed}, "the master is told")
 
 
 def test_a_peer_that_was_restarted_is_another(nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost) -> None:
@@ -370,15 +372,15 @@ def test_a_peer_that_evicts_while_it_sends_gives_the_right_bytes_or_none(
     try:
         hits = 0
         chance = np.random.default_rng(3)
-        until = time.monotonic() + 1.2
-        while time.monotonic() < until:
+        began = time.monotonic()
+        while time.monotonic() - began < 1.2 or not hits:
             start = int(chance.integers(0, 400))
             hits += int(b.get(*range(start, start + 8), deadline=0.5).where(HIT).sum())
             b.space.remove(keys_of(*range(start, start + 8)))
-        assert hits > 0
+            assert time.monotonic() - began < 60.0, "nothing came"
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)
 
 
 def test_a_full_node_with_a_full_neighbour(node_of: Callable[..., Node], master: Signpost) -> None:
@@ -392,8 +394,8 @@ def test_a_full_node_with_a_full_neighbour(node_of: Callable[..., Node], master:
         assert statuses.where(HIT).sum() < 6
         assert statuses.all(HIT, BUSY)
         assert lease.check().all()
-    assert d.get(*range(10), deadline=2.0).all(HIT)
-    assert c.get(*range(100, 110), deadline=2.0).all(HIT, MISS, BUSY)
+    assert d.get(*range(10)).all(HIT)
+    assert c.get(*range(100, 110)).all(HIT, MISS, BUSY)
     for node in (c, d):
         eventually(lambda node=node: node.client.status()["leases"] == 0, "nothing is held any more")
 

@@ -119,6 +119,7 @@ class Fallible(System):
         self.faults: dict[str, Callable[[], BaseException]] = {}
         self.stalls: dict[str, threading.Event] = {}
         self.calls: dict[str, int] = {}
+        self._waiting: dict[str, int] = {}
         self.no_direct = self.no_allocate = False
         self.read_bytes = 0
         self._lock = threading.Lock()
@@ -130,11 +131,20 @@ class Fallible(System):
     def heal(self) -> None:
         self.faults.clear()
 
+    def waiting(self, call: str) -> bool:
+        """Whether such a call has been made and waits until its stall is over."""
+        stall = self.stalls.get(call)
+        with self._lock:
+            return stall is not None and not stall.is_set() and self._waiting.get(call, 0) > 0
+
     def _before(self, call: str) -> None:
         with self._lock:
             self.calls[call] = self.calls.get(call, 0) + 1
+            self._waiting[call] = self._waiting.get(call, 0) + 1
         if (stall := self.stalls.get(call)) is not None:
-            assert stall.wait(60.0), "nobody ended the stall"
+            assert stall.wait(120.0), "nobody ended the stall"
+        with self._lock:
+            self._waiting[call] -= 1
         if call in self.faults:
             raise self.faults[call]()
 

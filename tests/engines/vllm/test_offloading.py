@@ -161,7 +161,7 @@ def test_a_layout_that_was_noted_for_another_configuration_is_none(options: Opti
         facts, pool = catalog(world)._facts, catalog(world)._pool
         (group,) = Notes(pool, facts).read_or_none(0) or []
         assert group.sizes == tuple(world.workers[0].caches[f"model.layers.{layer}.attn"].shape[1] for layer in range(LAYERS))
-        assert Notes(pool, facts).read_or_none(1) is None
+        assert Notes(pool, facts).read_or_none(99) is None
         assert Notes(pool, replace(facts, namespace="{}")).read_or_none(0) is None
         assert Notes(pool, replace(facts, engine_id="another")).read_or_none(0) is None
 
