@@ -1,4 +1,4 @@
-"""Options that are lists of pairs: given several times or with commas, and refused with a good one."""
+"""Options that are lists: given with commas, some of them several times, and refused with a good one."""
 
 from __future__ import annotations
 
@@ -36,3 +36,22 @@ def test_a_bad_tag_is_refused_with_a_good_one(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         load_pool_config(["--tag", text], {})
     assert (caught.value.field, "rack=r12" in str(caught.value)) == ("tag", True)
+
+
+@pytest.mark.parametrize(("text", "nodes"), [("auto", ()), ("off", ()), ("Interleave", ()), ("1", (1,)), ("0, 1", (0, 1)), ("2,0", (2, 0))])
+def test_nodes_of_memory(text: str, nodes: tuple[int, ...]) -> None:
+    assert load_pool_config(["--numa", text], {}).numa_nodes == nodes
+
+
+@pytest.mark.parametrize("text", ["", "0,", "0,0", "-1", "node0", "0;1", ",".join(map(str, range(17)))])
+def test_bad_nodes_are_refused_with_good_ones(text: str) -> None:
+    with pytest.raises(ConfigError, match="0,1") as caught:
+        load_pool_config(["--numa", text], {})
+    assert caught.value.field == "numa"
+
+
+def test_strict_needs_nodes_to_be_strict_about() -> None:
+    assert load_pool_config(["--numa", "0,1", "--numa-strict", "on"], {}).numa_strict
+    with pytest.raises(ConfigError, match="numa 0,1") as caught:
+        load_pool_config(["--numa-strict", "on"], {})
+    assert caught.value.field == "numa_strict"

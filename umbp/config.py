@@ -19,6 +19,7 @@ from umbp.options import path as _path
 from umbp.options import policy_name as _policy_name
 from umbp.options import share as _share
 from umbp.options import socket_path as _socket_path
+from umbp.options import switch as _switch
 from umbp.options import tags as _tags
 from umbp.options import token as _token
 
@@ -43,6 +44,7 @@ __all__ = [
 DRAM_BYTES_MIN = 1 << 20  # a smaller pool is a mistake of units
 SSD_BYTES_MIN = 16 << 20
 SSD_FOLDERS_MAX = 64
+NUMA_REGIONS_MAX = 16
 
 # Variables that begin with UMBP_ and are no field of the pool: those of clients, the folder of sockets, the scripts' switches.
 POOL_VARIABLE, RUNTIME_DIR_VARIABLE = "UMBP_POOL", "UMBP_RUNTIME_DIR"
@@ -69,10 +71,15 @@ def default_socket(name: str, environ: Mapping[str, str]) -> str:
 
 
 def _numa(text: str, field: str) -> str:
-    bare = text.strip().lower()
-    if bare in ("auto", "off", "interleave") or re.fullmatch(r"[0-9]{1,4}", bare):
+    bare = text.strip().lower().replace(" ", "")
+    if bare in ("auto", "off", "interleave"):
         return bare
-    raise ConfigError(f"{quoted(text)} is none of auto, off, interleave or the number of a node", field=field, example="auto")
+    if not re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", bare):
+        raise ConfigError(f"{quoted(text)} is none of auto, off, interleave or numbers of nodes", field=field, example="auto, or 0,1")
+    numbers = [int(number) for number in bare.split(",")]
+    if len(set(numbers)) < len(numbers) or len(numbers) > NUMA_REGIONS_MAX:
+        raise ConfigError(f"{quoted(text)} are not up to {NUMA_REGIONS_MAX} different nodes", field=field, example="0,1")
+    return ",".join(map(str, numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,8 @@ class PoolConfig:
     shm_dir: str = _option("Memory", _path, "/dev/shm", "/dev/shm", "folder (a tmpfs) of the shared segment")
     keys_max: int | None = _option("Memory", _or_auto(_count(1, 1 << 32)), "auto", "1000000", "keys the index holds; auto: by size")
     hugepages: str = _option("Memory", _choice("auto", "off", "on"), "auto", "auto", "2 MiB pages: auto, off, on")
-    numa: str = _option("Memory", _numa, "auto", "interleave", "auto, off, interleave, or the number of a node")
+    numa: str = _option("Memory", _numa, "auto", "0,1", "auto, off, interleave, or nodes: a region on each, writers use the nearest")
+    numa_strict: bool = _option("Memory", _switch, "off", "on", "no start where memory is not on the nodes named by numa")
     prefault_threads: int | None = _option("Memory", _or_auto(_count(1, 256)), "auto", "4", "threads that fault memory in at start")
     ssd: tuple[SsdFolder, ...] = _option(
         "SSD", _ssd_folders, "", "/nvme0/umbp:2TiB", "folder and most bytes of its files; may be given several times", (), several=True
@@ -164,8 +172,15 @@ class PoolConfig:
     log_format: str = _option("Logging", _choice("text", "json"), "text", "json", "text or json lines")
     warnings: tuple[str, ...] = ()  # what was odd but no error; for the log and /readyz
 
+    @property
+    def numa_nodes(self) -> tuple[int, ...]:
+        """The nodes that memory is to be on, one region each; none where it is left to the kernel, or spread over all."""
+        return tuple(int(number) for number in self.numa.split(",")) if self.numa[:1].isdigit() else ()
+
     def validate(self) -> None:
         """The relations between fields."""
+        if self.numa_strict and not self.numa_nodes:
+            raise ConfigError("needs the nodes that memory is to be on", field="numa_strict", example="on with numa 0,1")
         if self.dram is not None and self.dram < DRAM_BYTES_MIN:
             raise ConfigError(f"{format_size(self.dram)} is less than {format_size(DRAM_BYTES_MIN)}", field="dram", example="64GiB")
         if not self.watermark_low < self.watermark_high:

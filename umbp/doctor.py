@@ -211,9 +211,9 @@ def huge_pages(world: World) -> list[Finding]:
 def numa(world: World) -> list[Finding]:
     """Nodes, and whether the kernel moves pages between them on its own."""
     nodes = sorted(path.name for path in (world.root / "sys/devices/system/node").glob("node[0-9]*"))
-    asked = world.config.numa
-    if asked.isdigit() and nodes and f"node{asked}" not in nodes:
-        return [Finding("numa", "bad", f"{len(nodes)} nodes, no node {asked}", f"set --numa to 0 to {len(nodes) - 1}, or auto")]
+    missing = [node for node in world.config.numa_nodes if nodes and f"node{node}" not in nodes]
+    if missing:
+        return [Finding("numa", "bad", f"{len(nodes)} nodes, no node {missing[0]}", f"set --numa to 0 to {len(nodes) - 1}, or auto")]
     balancing = world.text("proc/sys/kernel/numa_balancing")
     if len(nodes) > 1 and balancing not in ("", "0"):
         advice = "sysctl kernel.numa_balancing=0: its page faults stall copies between host and GPU"

@@ -57,6 +57,10 @@ def choice(*names: str) -> Parser:
     return parse
 
 
+def switch(text: str, field: str) -> bool:
+    return bool(choice("off", "on")(text, field) == "on")
+
+
 def count(minimum: int, maximum: int) -> Parser:
     def parse(text: str, field: str) -> int:
         bare = text.strip()

@@ -3,8 +3,8 @@
     frame    u32 bytes that follow | u32 bytes of header | header (JSON) | arrays, one after the other, little-endian, no padding
 
 A client opens a session on the pool's Unix socket as an HTTP upgrade (`UPGRADE_REQUEST`), then sends one request and reads one reply at
-a time; `Note`, `UseSpare` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is a number of
-keys, m of reserved objects. Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes that
+a time; `Note`, `Near`, `UseSpare` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is a number
+of keys, m of reserved objects. Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes that
 connection and no other.
 """
 
@@ -60,6 +60,12 @@ class Hello(Message, frozen=True, tag="hello"):
     client: Text
     previous: Number = 0
     holder: Annotated[int, msgspec.Meta(ge=0, lt=1 << 61)] = 0
+
+
+class Near(Message, frozen=True, tag="near"):
+    """What this session writes is to be in memory of this NUMA node, one of `Welcome.numa`. No reply: it is a wish."""
+
+    node: Row
 
 
 class OpenNamespace(Message, frozen=True, tag="namespace"):
@@ -277,7 +283,7 @@ class Bye(Message, frozen=True, tag="bye"):
     """This client has let go of everything; the pool closes the connection after its reply."""
 
 
-_OfSessions: TypeAlias = Hello | OpenNamespace | LetGo | GetStatus | Bye
+_OfSessions: TypeAlias = Hello | Near | OpenNamespace | LetGo | GetStatus | Bye
 _OfPages: TypeAlias = Reserve | Commit | UseSpare | TakeLease | Renew | Release | Remove | Flush | Note | Corrupt | MakeSums | Pin | Unpin
 _OfGroups: TypeAlias = TakeScratch | GiveScratch | OpenGroup | Join | Leave
 _OfFetches: TypeAlias = Fetch | GetFetched | EndFetch | Locate | Prefetch | GetPrefetched
@@ -286,10 +292,11 @@ Request: TypeAlias = _OfSessions | _OfPages | _OfGroups | _OfFetches
 # -- replies -----------------------------------------------------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True, tag="welcome"):
+class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
     """The session is open. ``segment`` is the path of the shared-memory file; ``fetches``: pages may be had from elsewhere than DRAM.
 
-    ``ssd`` is the path of the SSD tier's index, where there is one; ``far``: pages may be had from other nodes.
+    ``ssd`` is the path of the SSD tier's index, where there is one; ``far``: pages may be had from other nodes. ``numa``: NUMA nodes on
+    which this pool has memory, where a client may choose (`Near`).
     """
 
     session: int
@@ -303,6 +310,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     fetches: bool = False
     ssd: str = ""
     far: bool = False
+    numa: tuple[int, ...] = ()
 
 
 class NamespaceOpened(Message, frozen=True, tag="namespace"):

@@ -1,13 +1,14 @@
 """The allocator against a bitmap: the dumbest model of memory there is, one bool for each 256 bytes."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbp.core.allocator import PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, Allocator, granule, rounded
+from umbp.core.allocator import ANYWHERE, PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, Allocator, granule, rounded
 from umbp.errors import SegmentError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -17,7 +18,8 @@ SIZES = (1, 256, 257, 1000, 4096, 5000, 16383, 16384, 20_000, 65_536, 300_000)
 class Bitmap:
     """Which units are used, and what for."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, cuts: np.ndarray | None = None) -> None:
+        self.cuts = np.empty(0, np.int64) if cuts is None else cuts // SMALL_GRANULE
         self.used = np.zeros(capacity_bytes // SMALL_GRANULE, bool)
         self.objects: list[tuple[int, int]] = []  # (offset, size)
 
@@ -30,18 +32,27 @@ class Bitmap:
 
     def runs(self) -> list[tuple[int, int]]:
         edges = np.flatnonzero(np.diff(np.r_[1, self.used, 1].astype(np.int8)))
-        return [(int(a) * SMALL_GRANULE, int(b) * SMALL_GRANULE) for a, b in edges.reshape(-1, 2)]
+        found = []
+        for a, b in edges.reshape(-1, 2).tolist():
+            cut = [a, *(edge for edge in self.cuts.tolist() if a < edge < b), b]
+            found += [(first * SMALL_GRANULE, last * SMALL_GRANULE) for first, last in pairwise(cut)]
+        return found
 
-    def fits(self, size: int) -> bool:
-        """Whether some run has room for one aligned object."""
+    def region(self, offset: int) -> int:
+        return int(np.count_nonzero(self.cuts * SMALL_GRANULE <= offset))
+
+    def fits(self, size: int, region: int = ANYWHERE) -> bool:
+        """Whether some run, of a region if one is named, has room for one aligned object."""
         unit = granule(size)
-        return any(-(-start // unit) * unit + rounded(size) <= end for start, end in self.runs())
+        runs = [run for run in self.runs() if region in (ANYWHERE, self.region(run[0]))]
+        return any(-(-start // unit) * unit + rounded(size) <= end for start, end in runs)
 
     def allocated(self, offsets: np.ndarray, size: int) -> None:
         for offset in offsets.tolist():
             assert offset % granule(size) == 0, "not aligned"
             assert 0 <= offset <= len(self.used) * SMALL_GRANULE - rounded(size), "outside"
             assert not self.used[self.units(offset, size)].any(), "overlaps"
+            assert self.region(offset) == self.region(offset + rounded(size) - 1), "in two regions"
             self.used[self.units(offset, size)] = True
             self.objects.append((offset, size))
 
@@ -53,15 +64,17 @@ class Bitmap:
 class Pair:
     """The allocator and its model, told the same."""
 
-    def __init__(self, capacity_bytes: int) -> None:
-        self.real = Allocator(capacity_bytes)
-        self.model = Bitmap(capacity_bytes)
+    def __init__(self, capacity_bytes: int, regions: int = 1) -> None:
+        self.real = Allocator(capacity_bytes, regions)
+        self.model = Bitmap(capacity_bytes, self.real.edges)
 
-    def allocate(self, size: int, count: int) -> int:
-        offsets = self.real.allocate(size, count)
+    def allocate(self, size: int, count: int, region: int = ANYWHERE) -> int:
+        offsets = self.real.allocate(size, count, region)
         assert len(offsets) <= count
         self.model.allocated(offsets, size)
         assert len(offsets) == count or not self.model.fits(size), f"{len(offsets)} of {count} x {size}, though a run is left"
+        if region != ANYWHERE and (self.real.regions_of(offsets) != region).any():
+            assert not self.model.fits(size, region), "it went elsewhere, though there is room where it was wanted"
         return len(offsets)
 
     def free(self, objects: list[tuple[int, int]]) -> None:
@@ -105,6 +118,45 @@ def test_a_full_and_scattered_pool_agrees_with_a_bitmap(seed: int) -> None:
             pair.check()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, step {step}: {error}") from error
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_regions_agree_with_a_bitmap_and_are_what_was_wanted_while_there_is_room(seed: int) -> None:
+    order = random.Random(seed)
+    pair = Pair(7 * MIB, 3)
+    assert pair.real.edges.tolist() == [2 * MIB, 4 * MIB]
+    for step in range(80):
+        pair.allocate(order.choice(SIZES), order.choice((1, 3, 30)), order.choice((ANYWHERE, 0, 1, 2)))
+        if order.random() < 0.6:
+            pair.free(order.sample(pair.model.objects, len(pair.model.objects) // order.choice((1, 2, 5))))
+        try:
+            pair.check()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, step {step}: {error}") from error
+    after = Pair(7 * MIB, 3)
+    pairs = np.array(pair.model.objects, np.int64).reshape(-1, 2)
+    after.real.occupy(pairs[:, 0], pairs[:, 1])
+    for offset, size in pair.model.objects:
+        after.model.allocated(np.array([offset]), size)
+    after.check()
+
+
+def test_without_a_wish_the_emptiest_region_is_taken() -> None:
+    space = Allocator(6 * MIB, 3)
+    space.allocate(MIB, 1, 0)
+    assert space.regions_of(space.allocate(KIB, 2)).tolist() == [1, 1]
+    assert space.regions_of(space.allocate(MIB, 3)).tolist() == [2, 2, 1]
+    assert (space.object_bytes_max, space.largest_run()) == (2 * MIB, MIB)
+
+
+def test_a_segment_too_small_for_its_regions_is_refused() -> None:
+    with pytest.raises(ValueError, match="too few for 3"):
+        Allocator(5 * MIB, 3)
+
+
+def test_occupy_refuses_an_object_in_two_regions() -> None:
+    with pytest.raises(SegmentError, match="two of its regions"):
+        Allocator(4 * MIB, 2).occupy(np.array([2 * MIB - 256]), np.array([512]))
 
 
 def test_a_page_sized_object_is_found_among_runs_that_alignment_spoils() -> None:

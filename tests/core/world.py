@@ -13,20 +13,28 @@ class World:
     """The arrays that a segment would hold, and a pool over them; `reboot` makes another pool over the same arrays."""
 
     def __init__(
-        self, capacity_bytes: int, entries: int, *, namespaces: int = 16, eviction: str = "lru", admission: str = "always", **limits
+        self,
+        capacity_bytes: int,
+        entries: int,
+        *,
+        namespaces: int = 16,
+        eviction: str = "lru",
+        admission: str = "always",
+        regions: int = 1,
+        **limits,
     ):
         self.buckets = np.zeros((buckets_for(entries), BUCKET_SLOTS), np.uint64)
         self.entries = np.zeros((entries, ENTRY_WORDS), np.uint64)
         self.words = np.zeros(4, np.uint64)
         self.rows = np.zeros((namespaces, NAMESPACE_WORDS), np.uint64)
         self.capacity_bytes = capacity_bytes
-        self.policies = {"eviction": eviction, "admission": admission}
+        self.options = {"eviction": eviction, "admission": admission, "regions": regions}
         self.limits = Limits(**limits)
         self.pool = self._make()
 
     def _make(self) -> Pool:
         table = IndexWriter(self.buckets, self.entries, self.words[0:1], 12345, self.words[1:2])
-        return Pool(table, self.rows, self.words[2:3], self.capacity_bytes, self.limits, **self.policies)
+        return Pool(table, self.rows, self.words[2:3], self.capacity_bytes, self.limits, **self.options)
 
     def reboot(self, now: float) -> dict[int, int]:
         """Forget everything that is not in the arrays."""

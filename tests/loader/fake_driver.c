@@ -57,6 +57,10 @@ CALL(IpcOpenMemHandle)(void **d, handle_t h, unsigned flags) {
     return result("IpcOpenMemHandle");
 }
 CALL(IpcCloseMemHandle)(void *d) { note("IpcCloseMemHandle", (uintptr_t)d, 0, 0); return result("IpcCloseMemHandle"); }
+CALL(DeviceGetPCIBusId)(char *text, int size, int device) {
+    snprintf(text, size, "0000:C%d:00.0", device);
+    return result("DeviceGetPCIBusId");
+}
 CALL(GetLastError)(void) { int code = last; last = 0; note("GetLastError", code, 0, 0); return code; }
 const char *NAME(PREFIX, GetErrorString)(int code) { return code == 2 ? "out of memory" : "no error"; }
 

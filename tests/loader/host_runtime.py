@@ -26,6 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+NUMA_NODE = 5  # that the device is attached to
 BOTH, SHARED = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED
 
 
@@ -72,6 +73,9 @@ class HostRuntime:
         size = prod(shape) * dtype.itemsize
         address = self._new(size)
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8).view(dtype).view(shape)
+
+    def numa_node(self) -> int | None:
+        return NUMA_NODE
 
     def use(self) -> AbstractContextManager[None]:
         return nullcontext()

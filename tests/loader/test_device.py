@@ -20,7 +20,7 @@ from umbp.types import WriteStatus
 
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
 from tests.loader.caches import PAGES, Cache, keys_of, slots_for
-from tests.loader.host_runtime import HostRuntime, Passed
+from tests.loader.host_runtime import NUMA_NODE, HostRuntime, Passed
 from umbp.loader import bounce
 
 
@@ -77,6 +77,7 @@ def solo(socket: str, folder: str, tenant: str, failing: dict[str, str]) -> dict
             "way": [load.choice.mover, load.choice.cause] if load.choice else None,
             "machine": repr(loader._mover),
             "pages": found.pages,
+            "near": pool._link.near,
         }
 
 
@@ -86,6 +87,7 @@ SOUND = {"stored": True, "layers": [True] * 4, "whole": True, "clean": True, "mi
 def test_pages_go_and_come_back_by_the_kernels(server: PoolProcess, folder: str) -> None:
     seen = in_interpreter(solo, server.socket, folder, "device", {})
     assert {name: seen[name] for name in SOUND} == SOUND
+    assert seen["near"] == NUMA_NODE, "what it stores is to be on the device's node, not on that of the process"
     assert seen["held"] > 0, "the caller's stream is held, not the host"
     assert seen["registered"] == [1, 0], "registered once, and released at the end"
     assert seen["calls"]["register"] == seen["calls"]["unregister"] == 1

@@ -111,6 +111,10 @@ def test_a_handle_goes_by_value_all_64_bytes_of_it(called: Called) -> None:
     ]
 
 
+def test_where_a_device_is_on_the_bus(called: Called) -> None:
+    assert called.driver.bus(1) == "0000:C1:00.0"
+
+
 @pytest.mark.parametrize("name", sorted(ADVICE))
 def test_a_failure_says_what_failed_why_and_what_to_do(called: Called, name: str) -> None:
     driver = called.driver
@@ -126,6 +130,7 @@ def test_a_failure_says_what_failed_why_and_what_to_do(called: Called, name: str
         "IpcGetMemHandle": lambda: driver.handle(4096),
         "IpcOpenMemHandle": lambda: driver.open(bytes(64)),
         "IpcCloseMemHandle": lambda: driver.close(4096),
+        "DeviceGetPCIBusId": lambda: driver.bus(0),
     }
     with pytest.raises(Fault) as caught:
         steps[name]()

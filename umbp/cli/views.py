@@ -51,6 +51,7 @@ def status_grid(status: dict[str, Any]) -> Table:
         ),
         ("policies", cell(f"eviction {status['eviction']}, admission {status['admission']}, checksums {limits['checksum']}")),
     ]
+    rows += [(f"numa node {region['numa_node']}", _region(region)) for region in status.get("regions", [])]
     rows += [("ssd" if not at else "", line) for at, line in enumerate(_ssd(status["ssd"]))] if status.get("ssd") else []
     rows += [("unhealthy", cell(line, "red")) for line in status["unhealthy"]]
     rows += [("note", cell(line, "yellow")) for line in status["warnings"]]
@@ -67,6 +68,16 @@ def _memory(status: dict[str, Any]) -> Text:
     bar = Text("█" * filled, colour) + Text("░" * (BAR_CELLS - filled), "dim")
     largest = format_size(status["largest_free_run_bytes"])
     return bar + cell(f"  {format_size(used)} of {format_size(capacity)} ({share(used, capacity)}), largest free run {largest}")
+
+
+def _region(region: dict[str, Any]) -> Text:
+    """A part of the memory on one NUMA node."""
+    capacity, written = region["capacity_bytes"], region["near_pages"] + region["far_pages"]
+    used = capacity - region["free_bytes"]
+    return cell(
+        f"{format_size(used)} of {format_size(capacity)} ({share(used, capacity)}), {region['sessions']:,} sessions near it, "
+        f"{region['near_pages']:,} of {written:,} pages that those wrote are here"
+    )
 
 
 def _ssd(ssd: dict[str, Any]) -> list[Text]:

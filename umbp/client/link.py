@@ -36,7 +36,7 @@ from umbp import wire
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
 from umbp.errors import InvalidRequest, SegmentError, Unavailable
 from umbp.layout import Namespace
-from umbp.store import memory, segment, ssd_table
+from umbp.store import memory, numa, segment, ssd_table
 from umbp.store.bell import Bell
 from umbp.store.index import Found, IndexReader
 from umbp.store.segment import H_BOOT, Segment
@@ -169,6 +169,7 @@ class Link:
         self.client = client
         self._holder = _new_holder()
         self.up = False
+        self.near = numa.node_of_process()
         self.closed = False
         self.welcome: wire.Welcome | None = None
         self.segment: Segment | None = None
@@ -239,6 +240,14 @@ class Link:
             views = (found.reader(), found.words, found.namespaces, found.data.array, found.bell())
             self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, reply.fetches, self._ssd_index(reply), reply.far)
         self.up = True
+        if self.near is not None:
+            yield from self.be_near(self.near)
+
+    def be_near(self, node: int) -> Operation[None]:
+        """What this client writes is to be in memory of this NUMA node, where the pool has some there."""
+        self.near = node
+        if self.welcome is not None and node in self.welcome.numa:
+            yield Send(wire.Near(node))
 
     def open_namespace(self, opened: Opened) -> Operation[None]:
         """Learn the row of a namespace, making it if it is new."""

@@ -8,18 +8,23 @@ What it costs: one or two dict operations a *run*, not an object: a batch of equ
 objects are merged by sorting first. Pages that were put together lie together, are evicted together, and so keep runs long.
 
 When bytes suffice but no run does, `core.room` evicts a window of neighbours; the allocator itself moves nothing.
+
+A segment may be cut into *regions* of equal size, one a NUMA node. No run and no object crosses from one to the next, each has bins of its
+own, and an allocation says from which it would rather be: it gets what fits there, and the rest from the emptiest of the others.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 
 import numpy as np
 
 from umbp.errors import SegmentError
 from umbp.types import I64
 
+ANYWHERE = -1  # no region in particular
+REGION_GRANULE = 2 << 20
 SMALL_GRANULE = 256
 PAGE_GRANULE = 4096
 PAGE_FROM = 16384
@@ -35,6 +40,16 @@ def rounded(size_bytes: int) -> int:
     """Bytes of the segment that an object of this size takes."""
     unit = granule(size_bytes)
     return -(-size_bytes // unit) * unit
+
+
+def region_starts(capacity_bytes: int, regions: int) -> I64:
+    """Where each region begins; the last one has what is left over. ValueError if a region would have no room for anything."""
+    if regions == 1:
+        return np.zeros(1, np.int64)
+    length = capacity_bytes // regions // REGION_GRANULE * REGION_GRANULE
+    if not length:
+        raise ValueError(f"{capacity_bytes} bytes are too few for {regions} regions of {REGION_GRANULE} bytes")
+    return np.arange(regions, dtype=np.int64) * length
 
 
 def _bin(size: int) -> int:
@@ -56,14 +71,21 @@ class AllocatorStatistics:
 class Allocator:
     """Free space of one segment. Offsets are multiples of 256 below ``capacity_bytes``."""
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, regions: int = 1) -> None:
         self.capacity_bytes = capacity_bytes // SMALL_GRANULE * SMALL_GRANULE
         self.free_bytes = 0
+        self.starts = region_starts(self.capacity_bytes, regions)
+        self.edges = self.starts[1:]  # that no run and no object crosses
+        self._edges = frozenset(self.edges.tolist())
+        self.sizes: list[int] = np.diff(np.r_[self.starts, self.capacity_bytes]).tolist()
+        self.free_by_region = [0] * regions
         self._ends: dict[int, int] = {}  # start -> end
         self._starts: dict[int, int] = {}  # end -> start
-        self._bins: list[dict[int, None]] = [{} for _ in range(_bin(max(self.capacity_bytes, SMALL_GRANULE)) + 1)]
-        if self.capacity_bytes:
-            self._add(0, self.capacity_bytes)
+        count = _bin(max(*self.sizes, SMALL_GRANULE)) + 1
+        self._bins: list[list[dict[int, None]]] = [[{} for _ in range(count)] for _ in range(regions)]
+        for start, size in zip(self.starts.tolist(), self.sizes, strict=True):
+            if size:
+                self._add(start, start + size)
 
     def __repr__(self) -> str:
         return f"<Allocator {self.free_bytes} of {self.capacity_bytes} bytes free in {len(self._ends)} runs>"
@@ -74,27 +96,45 @@ class Allocator:
 
     def largest_run(self) -> int:
         """Length of the longest free run."""
-        for held in reversed(self._bins):
-            if held:
-                return max(self._ends[start] - start for start in held)
-        return 0
+        longest = 0
+        for bins in self._bins:
+            held = next((held for held in reversed(bins) if held), {})
+            longest = max([longest, *(self._ends[start] - start for start in held)])
+        return longest
 
-    def allocate(self, size_bytes: int, count: int) -> I64:
+    @property
+    def object_bytes_max(self) -> int:
+        """The largest object that there can ever be room for."""
+        return max(self.sizes)
+
+    def regions_of(self, offsets: I64) -> I64:
+        """In which region each of these objects is; (n,)."""
+        return np.searchsorted(self.edges, offsets, side="right")
+
+    def allocate(self, size_bytes: int, count: int, region: int = ANYWHERE) -> I64:
         """Up to ``count`` offsets for objects of one size, adjacent where possible; fewer if no run fits any more."""
         size, unit = rounded(size_bytes), granule(size_bytes)
         parts: list[I64] = []
-        while count:
-            start = self._fit(size * count, unit)
-            if start < 0:
-                start = self._fit(size, unit) if count == 1 else self._longest(size, unit)
-            if start < 0:
-                break
-            first = -(-start // unit) * unit
-            fits = min(count, (self._ends[start] - first) // size)
-            self._take(start, first, first + fits * size)
-            parts.append(np.arange(first, first + fits * size, size, dtype=np.int64))
-            count -= fits
+        for bins in self._in_order(region):
+            while count:
+                start = self._fit(bins, size * count, unit)
+                if start < 0:
+                    start = self._fit(bins, size, unit) if count == 1 else self._longest(bins, size, unit)
+                if start < 0:
+                    break
+                first = -(-start // unit) * unit
+                fits = min(count, (self._ends[start] - first) // size)
+                self._take(start, first, first + fits * size)
+                parts.append(np.arange(first, first + fits * size, size, dtype=np.int64))
+                count -= fits
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _in_order(self, region: int) -> list[list[dict[int, None]]]:
+        """The bins of the regions: of the one that is wanted, then of the emptiest."""
+        if len(self._bins) == 1:
+            return self._bins
+        free = self.free_by_region
+        return [self._bins[at] for at in sorted(range(len(free)), key=lambda at: (at != region, -free[at]))]
 
     def free(self, offsets: I64, sizes: I64) -> None:
         """Give objects back: ``sizes`` are their own sizes (rounded here), shape (n,)."""
@@ -106,12 +146,15 @@ class Allocator:
         starts = offsets[order]
         ends = starts + lengths[order]
         assert (starts[1:] >= ends[:-1]).all(), "freed twice in one call"
-        breaks = np.flatnonzero(starts[1:] != ends[:-1])
+        apart = starts[1:] != ends[:-1]
+        if len(self.edges):
+            apart |= np.isin(starts[1:], self.edges)
+        breaks = np.flatnonzero(apart)
         for start, end in zip(starts[np.r_[0, breaks + 1]].tolist(), ends[np.r_[breaks, len(ends) - 1]].tolist(), strict=True):
             self._give(start, end)
 
     def occupy(self, offsets: I64, sizes: I64) -> None:
-        """At re-attach: make just these objects used, in a fresh allocator. SegmentError if they overlap or lie outside."""
+        """At re-attach: make just these objects used, in a fresh allocator. SegmentError if they overlap, lie outside, or cross an edge."""
         assert self.free_bytes == self.capacity_bytes, "occupy needs a fresh allocator"
         if not len(offsets):
             return
@@ -125,14 +168,18 @@ class Allocator:
             or ends[-1] > self.capacity_bytes
             or (starts[1:] < ends[:-1]).any()
             or (starts % SMALL_GRANULE).any()
+            or (self.regions_of(starts) != self.regions_of(ends - 1)).any()
         ):
-            raise SegmentError("objects in the segment overlap or lie outside of it")
-        self._remove(0)
+            raise SegmentError("objects in the segment overlap, lie outside of it, or lie in two of its regions")
+        for start in self.starts.tolist():
+            self._remove(start)
         gap_starts = np.r_[0, ends]
         gap_ends = np.r_[starts, self.capacity_bytes]
+        edges = self.edges.tolist()
         for start, end in zip(gap_starts.tolist(), gap_ends.tolist(), strict=True):
-            if end > start:
-                self._add(start, end)
+            for first, last in pairwise([start, *(edge for edge in edges if start < edge < end), end]):
+                if last > first:
+                    self._add(first, last)
 
     def runs(self) -> tuple[I64, I64]:
         """Starts and ends of all free runs, ascending."""
@@ -140,22 +187,28 @@ class Allocator:
         return starts, np.array([self._ends[start] for start in starts.tolist()], np.int64)
 
     def check(self) -> None:
-        """Runs are disjoint, not adjacent, in the right bins, and sum up."""
+        """Runs are disjoint, adjacent only at an edge, within a region, in the right bins, and sum up."""
         starts, ends = self.runs()
         assert (ends > starts).all(), "an empty run"
-        assert (starts[1:] > ends[:-1]).all(), "runs overlap or touch"
+        assert (starts[1:] >= ends[:-1]).all(), "runs overlap"
+        assert np.isin(starts[1:][starts[1:] == ends[:-1]], self.edges).all(), "runs touch"
+        regions = self.regions_of(starts)
+        assert np.array_equal(regions, self.regions_of(ends - 1)), "a run crosses an edge"
         assert int((ends - starts).sum()) == self.free_bytes, "free_bytes is wrong"
+        assert np.bincount(regions, ends - starts, len(self.starts)).astype(np.int64).tolist() == self.free_by_region
         assert {end: start for start, end in self._ends.items()} == self._starts
-        assert sorted(start for held in self._bins for start in held) == starts.tolist()
-        assert all(_bin(self._ends[start] - start) == number for number, held in enumerate(self._bins) for start in held)
+        assert [sorted(start for held in bins for start in held) for bins in self._bins] == [
+            starts[regions == region].tolist() for region in range(len(self._bins))
+        ]
+        numbered = [(number, start) for bins in self._bins for number, held in enumerate(bins) for start in held]
+        assert all(_bin(self._ends[start] - start) == number for number, start in numbered)
         assert not len(ends) or (starts[0] >= 0 and ends[-1] <= self.capacity_bytes)
 
-    def _fit(self, size: int, unit: int) -> int:
+    def _fit(self, bins: list[dict[int, None]], size: int, unit: int) -> int:
         """Start of a run that can hold an aligned piece of ``size``; -1 if none. Near-best fit."""
         number = _bin(size)
-        if number >= len(self._bins):
+        if number >= len(bins):
             return -1
-        bins = self._bins
         looks = chain(islice(bins[number], BIN_SCAN_MAX), *(islice(held, 2) for held in bins[number + 1 :] if held), bins[number])
         for start in looks:
             if self._ends[start] - (-(-start // unit) * unit) >= size:
@@ -167,27 +220,33 @@ class Allocator:
                         return start
         return -1
 
-    def _longest(self, size: int, unit: int) -> int:
+    def _longest(self, bins: list[dict[int, None]], size: int, unit: int) -> int:
         """Start of a run from the highest bin, if it can hold one aligned piece of ``size``; else any that can."""
-        for held in reversed(self._bins):
+        for held in reversed(bins):
             if held:
                 start = next(iter(held))
                 if self._ends[start] - (-(-start // unit) * unit) >= size:
                     return start
-                return self._fit(size, unit)
+                return self._fit(bins, size, unit)
         return -1
 
+    def _region(self, start: int) -> int:
+        return 0 if len(self._bins) == 1 else min(start // self.sizes[0], len(self._bins) - 1)
+
     def _add(self, start: int, end: int) -> None:
+        region = self._region(start)
         self._ends[start] = end
         self._starts[end] = start
-        self._bins[_bin(end - start)][start] = None
+        self._bins[region][_bin(end - start)][start] = None
         self.free_bytes += end - start
+        self.free_by_region[region] += end - start
 
     def _remove(self, start: int) -> int:
-        end = self._ends.pop(start)
+        end, region = self._ends.pop(start), self._region(start)
         del self._starts[end]
-        del self._bins[_bin(end - start)][start]
+        del self._bins[region][_bin(end - start)][start]
         self.free_bytes -= end - start
+        self.free_by_region[region] -= end - start
         return end
 
     def _take(self, run: int, start: int, end: int) -> None:
@@ -198,10 +257,10 @@ class Allocator:
             self._add(end, run_end)
 
     def _give(self, start: int, end: int) -> None:
-        before = self._starts.get(start)
+        before = self._starts.get(start) if start not in self._edges else None
         if before is not None:
             self._remove(before)
             start = before
-        if end in self._ends:
+        if end in self._ends and end not in self._edges:
             end = self._remove(end)
         self._add(start, end)

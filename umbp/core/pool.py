@@ -52,14 +52,23 @@ class Pool:
     """
 
     def __init__(
-        self, table: IndexWriter, rows: U64, counter: U64, capacity_bytes: int, limits: Limits, *, eviction: str, admission: str
+        self,
+        table: IndexWriter,
+        rows: U64,
+        counter: U64,
+        capacity_bytes: int,
+        limits: Limits,
+        *,
+        eviction: str,
+        admission: str,
+        regions: int = 1,
     ) -> None:
         self.table = table
         self.rows = rows
         self.limits = limits
         self.eviction, self.admission_name = eviction, admission
         policy = build(EVICTION, eviction, len(table.entries))
-        self.objects = Objects(table, Allocator(capacity_bytes), guarded(policy, len(table.entries), self._oldest_first))
+        self.objects = Objects(table, Allocator(capacity_bytes, regions), guarded(policy, len(table.entries), self._oldest_first))
         self.admission: AdmissionPolicy = guarded_admission(build(ADMISSION, admission, len(table.entries)))
         self.room = Room(self.objects, Watermarks(limits.watermark_high, limits.watermark_low))
         self.leases = Leases(
@@ -414,6 +423,7 @@ class Pool:
         self.leases.end_session(session)
         self.objects.claims.end_session(session)
         self.spares.end_session(session)
+        self.room.near.pop(session, None)
         for state in self.namespaces.values():
             state.sessions.pop(session, None)
         if gone:

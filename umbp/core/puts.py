@@ -90,7 +90,7 @@ class Puts:
         if not self.writes.may_start(session):
             status[mine] = WriteStatus.TOO_MANY_RESERVATIONS.value
             mine[:] = False
-        offsets = self._make_room(now, account, found, status, mine)
+        offsets = self._make_room(now, session, account, found, status, mine)
         if not len(offsets):
             return Reserved(0, status, mine, np.empty(0, np.int64), offsets)
         chosen = np.flatnonzero(mine)
@@ -141,15 +141,15 @@ class Puts:
         names: list[bytes] = words.view("V32").reshape(-1).tolist()
         return Absent(status, self._first_of_absent(account, found.hit, names), found, words, names, prints, place)
 
-    def _make_room(self, now: float, account: Account, found: Found, status: U8, mine: Mask) -> I64:
+    def _make_room(self, now: float, session: int, account: Account, found: Found, status: U8, mine: Mask) -> I64:
         """Memory for what is ``mine``; what there is none for is not mine any more, and its ``status`` says why."""
         stored, count = found.ids[found.hit], int(np.count_nonzero(mine))
         if len(stored):
             self.objects.acknowledged_at[stored] = now
             with self.objects.held(stored):  # what is answered EXISTS must not be what makes room for the rest
-                offsets, reason = self.room.make_room(now, account, count)
+                offsets, reason = self.room.make_room(now, account, count, session)
         else:
-            offsets, reason = self.room.make_room(now, account, count)
+            offsets, reason = self.room.make_room(now, account, count, session)
         if len(offsets) < count:
             over = np.flatnonzero(mine)[len(offsets) :]
             status[over], mine[over] = reason, False

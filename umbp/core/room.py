@@ -12,6 +12,9 @@ one there, else anywhere; in the same two passes. So a put is refused only if wh
 Cost: evicting k objects is a few vectorised passes over k; a window is a pass over the offsets (1 ms for 1 M objects), plus a sort when
 only a search of the whole segment helps. Where few of many objects may go at all (most are leased, or it is about one namespace), that is
 found out once for all ids, and the policy is not asked to walk over the others if there are none.
+
+Where the segment has regions (`core.allocator`), a session may have one that is *near* it. What it writes goes there while memory is free
+there, then elsewhere; only when nothing is free anywhere does something go, by the policy's order alone: what is wanted stays where it is.
 """
 
 from __future__ import annotations
@@ -21,8 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from umbp.core.allocator import PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, granule, rounded
+from umbp.core.allocator import ANYWHERE, PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, granule, rounded
 from umbp.core.objects import FREE, LIVE, Account, Objects
+from umbp.errors import InvalidRequest
 from umbp.policies.base import EvictionPolicy
 from umbp.types import I32, I64, Mask, WriteStatus
 
@@ -51,14 +55,17 @@ class Room:
         self.watermarks = watermarks
         self.reclaim: Callable[[], bool] = lambda: False  # memory that is kept ready for nobody in particular, before a refusal
         self._draining = False
+        self.near: dict[int, int] = {}  # session -> the region of memory that is near it
+        regions = len(objects.allocator.starts)
+        self.near_pages, self.far_pages = [0] * regions, [0] * regions  # of sessions near each: given memory there, and elsewhere
 
     def __repr__(self) -> str:
         return f"<Room {self.objects.allocated_bytes()} of {self.objects.allocator.capacity_bytes} bytes used>"
 
-    def make_room(self, now: float, account: Account, count: int) -> tuple[I64, WriteStatus]:
+    def make_room(self, now: float, account: Account, count: int, session: int = 0) -> tuple[I64, WriteStatus]:
         """Offsets for up to ``count`` new objects of this namespace; if fewer, why the others are refused."""
-        objects, size = self.objects, account.object_bytes
-        if rounded(size) > objects.allocator.capacity_bytes or 0 < account.quota_bytes < size:
+        objects, size, region = self.objects, account.object_bytes, self.near.get(session, ANYWHERE)
+        if rounded(size) > objects.allocator.object_bytes_max or 0 < account.quota_bytes < size:
             return np.empty(0, np.int64), WriteStatus.TOO_LARGE
         reason = WriteStatus.STORED
         if account.quota_bytes:
@@ -74,16 +81,30 @@ class Room:
                 self.reclaim()
             if objects.free_ids < count:
                 count, reason = objects.free_ids, WriteStatus.KEY_LIMIT
-        offsets = objects.allocator.allocate(size, count)
+        offsets = objects.allocator.allocate(size, count, region)
         while len(offsets) < count:
             if not self._free_some(now, size, count - len(offsets), offsets) and not self.reclaim():
                 reason = WriteStatus.ALL_LEASED if objects.evictable == 0 else WriteStatus.FRAGMENTED
                 break
-            more = objects.allocator.allocate(size, min(count - len(offsets), objects.free_ids - len(offsets)))
+            more = objects.allocator.allocate(size, min(count - len(offsets), objects.free_ids - len(offsets)), region)
             offsets = np.concatenate([offsets, more])
+        self._count_near(offsets, region)
         return offsets, reason
 
-    def take_free(self, size: int, count: int) -> I64:
+    def _count_near(self, offsets: I64, region: int) -> None:
+        """How many pages came to be in the region that their writer wanted."""
+        if region != ANYWHERE and len(offsets):
+            near = int(np.count_nonzero(self.objects.allocator.regions_of(offsets) == region))
+            self.near_pages[region] += near
+            self.far_pages[region] += len(offsets) - near
+
+    def be_near(self, session: int, region: int) -> None:
+        """What this session writes from now on goes to this region of the memory while there is room. `Pool.connection_closed` ends it."""
+        if not 0 <= region < len(self.objects.allocator.starts):
+            raise InvalidRequest(f"the memory has no region {region}", field="region", example="0")
+        self.near[session] = region
+
+    def take_free(self, size: int, count: int, session: int = 0) -> I64:
         """Offsets for ``count`` objects of this size, if there is room below the high watermark; else none. Evicts nothing."""
         objects, allocator, none = self.objects, self.objects.allocator, np.empty(0, np.int64)
         high = self.watermarks.high
@@ -91,10 +112,12 @@ class Room:
             return none
         if objects.capacity - objects.free_ids + count > high * objects.capacity:
             return none
-        offsets = allocator.allocate(size, count)
+        region = self.near.get(session, ANYWHERE)
+        offsets = allocator.allocate(size, count, region)
         if len(offsets) < count:
             allocator.free(offsets, np.full(len(offsets), size))
             return none
+        self._count_near(offsets, region)
         return offsets
 
     def evict_slice(self, now: float) -> int:
@@ -228,7 +251,7 @@ class Room:
         return None
 
     def _window_within(self, size: int, low: int, high: int, taken: I64, eligible: Eligibility) -> I64 | None:
-        objects = self.objects
+        objects, edges = self.objects, self.objects.allocator.edges
         length, unit = rounded(size), granule(size)
         held = np.flatnonzero((objects.state != FREE) & (objects.offset < high))
         units = np.where(objects.size[held] < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
@@ -240,8 +263,11 @@ class Room:
         ids, starts, ends, blocked = np.r_[held, np.full(len(taken), -1)][order], starts[order], ends[order], blocked[order]
         blocked_before = np.r_[0, np.cumsum(blocked)]
         bytes_before = np.r_[0, np.cumsum(ends - starts)]
-        candidates = np.unique(-(-np.r_[low, ends] // unit) * unit)
+        candidates = np.unique(-(-np.r_[low, edges[(edges > low) & (edges < high)], ends] // unit) * unit)
         candidates = candidates[candidates + length <= high]
+        if len(edges):  # no object lies in two regions
+            regions_of = objects.allocator.regions_of
+            candidates = candidates[regions_of(candidates) == regions_of(candidates + length - 1)]
         first = np.searchsorted(ends, candidates, side="right")
         last = np.searchsorted(starts, candidates + length, side="left")
         free_of_blocks = blocked_before[last] == blocked_before[first]

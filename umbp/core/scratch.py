@@ -70,7 +70,7 @@ class Scratch:
                 example="a larger pool, or less staging",
             )
         account = self.limbo(size_bytes)
-        offsets, reason = self.room.make_room(now, account, 1)
+        offsets, reason = self.room.make_room(now, account, 1, session)
         if not len(offsets):
             raise LimitReached(f"no room for {size_bytes} bytes of scratch: {reason.code}", field="scratch")
         words = np.zeros((1, 4), np.uint64)

@@ -71,7 +71,7 @@ class Spares:
             or len(self.writes.by_session.get(session, ())) >= RESERVATIONS_PER_SESSION_MAX
         ):
             return None
-        offsets = self.room.take_free(size, count)
+        offsets = self.room.take_free(size, count, session)
         if not len(offsets):
             return None
         account = self.limbo(size)

@@ -40,6 +40,7 @@ ADVICE = {
     "IpcOpenMemHandle": "ranks must see each other's GPUs (no CUDA_VISIBLE_DEVICES or HIP_VISIBLE_DEVICES of one each) and share the pid "
     "and ipc namespaces (docker: --ipc=host --pid=host); what cannot be reached is read by each rank for itself instead",
     "IpcCloseMemHandle": "it stays mapped until this process ends",
+    "DeviceGetPCIBusId": "which NUMA node it is near is not known; pages are written to any",
     "Free": "it stays allocated until this process ends",
 }
 
@@ -76,6 +77,7 @@ class Driver:
         self._declare("IpcGetMemHandle", [ctypes.POINTER(Handle), pointer])
         self._declare("IpcOpenMemHandle", [ctypes.POINTER(pointer), Handle, ctypes.c_uint])
         self._declare("IpcCloseMemHandle", [pointer])
+        self._declare("DeviceGetPCIBusId", [ctypes.c_char_p, ctypes.c_int, ctypes.c_int])
         self._declare("GetLastError", [])
         if kind == "hip":
             self._declare("ExtMallocWithFlags", [ctypes.POINTER(pointer), size, ctypes.c_uint])
@@ -155,6 +157,12 @@ class Driver:
     def close(self, address: int) -> None:
         """Unmap it."""
         self._call("IpcCloseMemHandle", address, about="another rank's memory")
+
+    def bus(self, device: int) -> str:
+        """Where on the PCI bus a device is, by its number in this process."""
+        text = ctypes.create_string_buffer(32)
+        self._call("DeviceGetPCIBusId", text, len(text), device, about=f"device {device}")
+        return text.value.decode("ascii", "replace")
 
     def _declare(self, name: str, arguments: Sequence[object]) -> None:
         call = getattr(self._library, self.kind + name)

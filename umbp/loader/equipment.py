@@ -13,12 +13,13 @@ lacks is found here, once, said in the log with what to change, and replaced by 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from umbp.client import Namespace
 from umbp.core.roofline import MACHINES, Machine
-from umbp.errors import InvalidRequest
+from umbp.errors import InvalidRequest, Unavailable
 from umbp.loader.bounce import Bounce
 from umbp.loader.convoy import wait_mark
 from umbp.loader.copies import Copies
@@ -87,6 +88,9 @@ def equip(tensors: KvTensors, namespace: Namespace, group: Group | None, *, runt
         if tensors.device.type != "cuda":
             raise InvalidRequest(f"tensors on {tensors.device}", field="tensors", example="tensors on the CPU or on a GPU")
         runtime = GpuRuntime(tensors.device)
+    if (node := runtime.numa_node()) is not None:
+        with suppress(Unavailable):  # it is said again when there is a connection
+            namespace.run(namespace.operations.link.be_near(node))
     machine = MACHINES["MI355X" if runtime.name == "hip" else "H200"]
     world, rank = (group.world, group.rank) if group is not None else (1, 0)
     try:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from umbp.loader.driver import Driver
-from umbp.loader.runtime import Mark, Shared
+from umbp.loader.runtime import Fault, Mark, Shared
+from umbp.store.numa import node_of_device
 from umbp.types import U8
 
+log = logging.getLogger("umbp.loader")
 # By Little's law 34 blocks of 16 KiB keep the fabric busy, 7 the host link (`umbp.kernels.tables.Tile`); the rest is for jitter.
 BLOCKS = 48
 # Smaller allocations lie together in one block of memory, and a handle opens the block: so what is shared has blocks of its own.
@@ -53,6 +56,14 @@ class GpuRuntime:
         if self._found is None:
             self._found = Driver.of_process(self.name)
         return self._found
+
+    def numa_node(self) -> int | None:
+        """See `Runtime.numa_node`."""
+        try:
+            return node_of_device(self._driver.bus(self.device.index))
+        except Fault as fault:
+            log.info("%s", fault)
+            return None
 
     def use(self) -> AbstractContextManager[None]:
         """See `Runtime.use`."""

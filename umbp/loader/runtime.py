@@ -49,6 +49,9 @@ class Runtime(Protocol):
     device: torch.device
     blocks: int
 
+    def numa_node(self) -> int | None:
+        """The NUMA node of this host that the device is attached to; None where that is not known."""
+
     def use(self) -> AbstractContextManager[None]:
         """Around all that follows: this thread is on the runtime's device."""
 

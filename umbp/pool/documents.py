@@ -261,6 +261,17 @@ def _disk_document(drive: Drive, now: float) -> DiskDocument:
     )
 
 
+class RegionDocument(Document, frozen=True):
+    """A part of the memory on one NUMA node. ``sessions`` are near it; of the pages they wrote ``near_pages`` are there, the others not."""
+
+    numa_node: int
+    capacity_bytes: int
+    free_bytes: int
+    sessions: int
+    near_pages: int
+    far_pages: int
+
+
 class Status(Document, frozen=True):
     """All about this pool at one moment. Objects ``removed_but_leased`` and ``abandoned`` keep their memory though nobody finds them."""
 
@@ -298,6 +309,7 @@ class Status(Document, frozen=True):
     namespaces_total: int
     namespaces: list[NamespaceDocument]
     ssd: SsdDocument | None
+    regions: list[RegionDocument]
 
 
 def status_document(node: Node) -> Status:
@@ -340,7 +352,26 @@ def status_document(node: Node) -> Status:
         namespaces_total=len(pool.namespaces),
         namespaces=[namespace_document(state) for state in largest],
         ssd=ssd_document(node.ssd) if node.ssd else None,
+        regions=region_documents(node),
     )
+
+
+def region_documents(node: Node) -> list[RegionDocument]:
+    """The parts of the memory that lie on a NUMA node each; none where they were not asked for."""
+    allocator, room = node.pool.objects.allocator, node.pool.room
+    near = list(room.near.values())
+    nodes = node.config.numa_nodes
+    return [
+        RegionDocument(
+            numa_node=number,
+            capacity_bytes=allocator.sizes[at],
+            free_bytes=allocator.free_by_region[at],
+            sessions=near.count(at),
+            near_pages=room.near_pages[at],
+            far_pages=room.far_pages[at],
+        )
+        for at, number in enumerate(nodes)
+    ]
 
 
 def _bounds(node: Node) -> Bounds:

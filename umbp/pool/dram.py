@@ -21,6 +21,7 @@ from umbp.config import PoolConfig
 from umbp.errors import ConfigError, OutOfMemory, SegmentError
 from umbp.grammar import format_size
 from umbp.machine import MEMORY_FILESYSTEMS, auto_dram, filesystem, text_or_empty
+from umbp.pool import regions
 from umbp.store import memory, segment
 from umbp.store.segment import Geometry, OwnerLock, Segment
 
@@ -68,17 +69,27 @@ def acquire(config: PoolConfig, progress: Callable[[int, int], None]) -> Dram:
         attached = found is not None
         if found is None:
             dram = config.dram if config.dram is not None else auto_dram(config.shm_dir)
-            geometry = Geometry(dram // 4096 * 4096, config.keys_max or automatic_entries(dram), config.namespaces_max, config.sessions_max)
+            geometry = Geometry(
+                dram // 4096 * 4096,
+                config.keys_max or automatic_entries(dram),
+                config.namespaces_max,
+                config.sessions_max,
+                max(1, len(config.numa_nodes)),
+            )
+            regions.check(config, geometry)
             found = _create(config, geometry)
         try:
-            fallbacks += _place(config, found)
+            fallbacks += _place(config, found, attached=attached)
             _populate(config, found, progress)
+            fallbacks += regions.elsewhere(config, found, attached=attached)
         except BaseException:
             path = found.path
             found.close()
             if not attached:
                 os.unlink(path)
             raise
+        for line in fallbacks[len(config.warnings) :]:
+            log.warning("%s", line)
         if attached:
             found.words[segment.H_BOOT] = _boot(found.boot)
         return Dram(lock, found, attached, fallbacks)
@@ -141,6 +152,7 @@ def _attach(config: PoolConfig) -> Segment | None:
         config.keys_max is None or config.keys_max == geometry.entries,
         config.namespaces_max == geometry.namespaces,
         config.sessions_max == geometry.sessions,
+        max(1, len(config.numa_nodes)) == geometry.regions,
     )
     if all(wanted) and found.state in (segment.SERVING, segment.STOPPED):
         return found
@@ -151,21 +163,13 @@ def _attach(config: PoolConfig) -> Segment | None:
     return None
 
 
-def _place(config: PoolConfig, found: Segment) -> list[str]:
+def _place(config: PoolConfig, found: Segment, *, attached: bool) -> list[str]:
     """Memory, NUMA and huge pages, as far as the machine has them; what it has not."""
     said: list[str] = []
     kind = filesystem(text_or_empty(Path("/proc/mounts")), os.path.realpath(config.shm_dir))
     if kind not in MEMORY_FILESYSTEMS:
         said.append(f"shm_dir: {config.shm_dir} is {kind}, not memory: the kernel writes pages to a disk; set --shm-dir to a tmpfs")
-    nodes = memory.numa_nodes()
-    if config.numa == "interleave" or (config.numa == "auto" and len(nodes) > 1):
-        if error := memory.bind(found.data, nodes, interleave=True):
-            said.append(f"numa: pages are not interleaved over nodes {nodes} ({errno.errorcode.get(error, error)})")
-    elif config.numa.isdigit():
-        if int(config.numa) not in nodes:
-            raise ConfigError(f"there is no node {config.numa}, only {nodes}", field="numa", example="auto")
-        if error := memory.bind(found.data, [int(config.numa)], interleave=False):
-            said.append(f"numa: pages are not bound to node {config.numa} ({errno.errorcode.get(error, error)})")
+    said += regions.place(config, found, attached=attached)
     if config.hugepages != "off":
         setting = memory.shmem_huge_pages()
         if setting in ("never", "deny", "unknown"):
@@ -177,8 +181,6 @@ def _place(config: PoolConfig, found: Segment) -> list[str]:
             said.append(f"hugepages: none for shared memory (shmem_enabled is {setting}): {advice}")
         elif error := found.data.advise(0, len(found.data), memory.MADV_HUGEPAGE):
             said.append(f"hugepages: refused ({errno.errorcode.get(error, error)})")
-    for line in said:
-        log.warning("%s", line)
     return said
 
 
@@ -186,4 +188,5 @@ def _populate(config: PoolConfig, found: Segment, progress: Callable[[int, int],
     threads = config.prefault_threads or min(os.cpu_count() or 1, 16)
     total, head = len(found.head) + len(found.data), len(found.head)
     memory.populate(found.head, write=True, threads=threads, progress=lambda done: progress(done, total))
-    memory.populate(found.data, write=True, threads=threads, progress=lambda done: progress(head + done, total))
+    parts = regions.near(config, found)
+    memory.populate(found.data, write=True, threads=threads, progress=lambda done: progress(head + done, total), parts=parts)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from umbp.config import PoolConfig
 from umbp.core.pool import Pool
 from umbp.errors import InvalidRequest, LimitReached
 from umbp.pool.fetching import Fetching
@@ -30,6 +31,7 @@ log = logging.getLogger("umbp.pool.owners")
 class Server(Protocol):
     """What a session needs of the pool process."""
 
+    config: PoolConfig
     pool: Pool
     meetings: Meetings
     fetching: Fetching

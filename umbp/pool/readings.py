@@ -14,7 +14,7 @@ from umbp.core.pool import Pool
 from umbp.errors import Unavailable
 from umbp.master.readings import node_info
 from umbp.metrics import Definition, Reading
-from umbp.pool.documents import SsdDocument, short, ssd_document
+from umbp.pool.documents import SsdDocument, region_documents, short, ssd_document
 from umbp.pool.node import Node
 
 NAMESPACE_ROWS_MAX = 256  # about 10 series each
@@ -41,6 +41,9 @@ UPTIME = _gauge("umbp_uptime_seconds", "Since this process started.")
 CAPACITY = _gauge("umbp_capacity_bytes", "Bytes of the tier that objects can take.", "tier")
 USED = _gauge("umbp_used_bytes", "Bytes of objects, those being written included.", "tier")
 ALLOCATED = _gauge("umbp_allocated_bytes", "Bytes that objects take with rounding.", "tier")
+REGION = _gauge("umbp_region_capacity_bytes", "Bytes of the memory on a NUMA node, where it is cut by nodes.", "numa_node")
+REGION_FREE = _gauge("umbp_region_free_bytes", "Of those, free ones.", "numa_node")
+NEAR = _counter("umbp_written_near_pages_total", "Pages given memory, by the node their writer is near, on it or not.", "numa_node", "near")
 LARGEST = _gauge("umbp_largest_free_run_bytes", "Longest free run of the tier.", "tier")
 LEASED = _gauge("umbp_leased_bytes", "Bytes of distinct leased objects.")
 FLUSHED = _gauge("umbp_flushed_bytes", "Bytes of objects that belong to no namespace any more and are about to go.")
@@ -118,6 +121,7 @@ def readings(node: Node) -> Iterator[Reading]:
         yield Reading(REPORTED, count, (what,))
     yield Reading(SESSIONS, len(node.sessions()))
     yield from _gauges(pool)
+    yield from _regions(node)
     yield from _counters(pool)
     yield from _fetches(node)
     yield from _namespaces(pool)
@@ -147,6 +151,15 @@ def _gauges(pool: Pool) -> Iterator[Reading]:
     yield Reading(RESERVATIONS, pool.writes.count)
     yield Reading(NAMESPACES, len(pool.namespaces))
     yield Reading(UNSUMMED, pool.unsummed_batches)
+
+
+def _regions(node: Node) -> Iterator[Reading]:
+    for region in region_documents(node):
+        number = str(region.numa_node)
+        yield Reading(REGION, region.capacity_bytes, (number,))
+        yield Reading(REGION_FREE, region.free_bytes, (number,))
+        yield Reading(NEAR, region.near_pages, (number, "yes"))
+        yield Reading(NEAR, region.far_pages, (number, "no"))
 
 
 def _counters(pool: Pool) -> Iterator[Reading]:

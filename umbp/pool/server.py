@@ -241,6 +241,7 @@ class PoolServer:
                 limits,
                 eviction=config.eviction,
                 admission=config.admission,
+                regions=self.segment.geometry.regions,
             )
 
         self.pool = make()

@@ -193,8 +193,16 @@ class Session(asyncio.Protocol):
                 fetches=bool(self.server.fetching.sources),
                 ssd=self.server.ssd.table.path if self.server.ssd else "",
                 far=any(not source.local for source in self.server.fetching.sources),
+                numa=self.server.config.numa_nodes,
             )
         )
+
+    def near(self, message: wire.Near, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        nodes = self.server.config.numa_nodes
+        if message.node in nodes:
+            self.server.pool.room.be_near(self.session, nodes.index(message.node))
+        return b""
 
     def namespace(self, message: wire.OpenNamespace, blob: wire.Blob, now: float) -> bytes:
         blob.end()
@@ -445,6 +453,7 @@ AFTER_NOTES = frozenset((wire.Reserve, wire.UseSpare, wire.Remove, wire.Flush, w
 """What must not come before a request that this client has told of first: what it then missed was not there when it asked."""
 HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.Hello: Session.hello,
+    wire.Near: Session.near,
     wire.OpenNamespace: Session.namespace,
     wire.Reserve: Session.reserve,
     wire.Commit: Session.commit,

@@ -1,6 +1,6 @@
-"""Memory of the operating system: mapping, faulting in (in parallel, with progress), NUMA placement, huge pages.
+"""Memory of the operating system: mapping, faulting in (in parallel, with progress), huge pages.
 
-The only place that calls madvise, mbind and mmap. `mmap.madvise` holds the interpreter lock while the kernel clears pages, so the calls go
+The only place that calls madvise and mmap. `mmap.madvise` holds the interpreter lock while the kernel clears pages, so the calls go
 through ctypes, which lets it go; that is what makes faulting in parallel. Faulting in with MADV_POPULATE_WRITE returns an error where a
 plain touch would end the process with SIGBUS (no room left in the file system).
 """
@@ -13,8 +13,10 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import numpy as np
@@ -23,14 +25,11 @@ from umbp.errors import OutOfMemory
 from umbp.types import U8
 
 MADV_HUGEPAGE, MADV_POPULATE_READ, MADV_POPULATE_WRITE = 14, 22, 23
-MPOL_BIND, MPOL_INTERLEAVE = 2, 3
-SYS_MBIND = {"x86_64": 237, "aarch64": 235}
 SLICE_BYTES = 64 << 20  # one progress step; about 30 ms of page clearing
 HUGE_BYTES = 2 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_libc.syscall.restype = ctypes.c_long
 
 
 class Mapping:
@@ -67,13 +66,33 @@ def fence() -> None:
     threading.Lock().acquire(blocking=False)
 
 
-def populate(mapping: Mapping, *, write: bool, threads: int, progress: Callable[[int], None] | None = None) -> None:
-    """Fault in the whole mapping. OutOfMemory if the file system has no room; kernels before 5.14 touch page by page."""
-    advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
-    starts = range(0, len(mapping), SLICE_BYTES)
+@dataclass(frozen=True, slots=True)
+class Near:
+    """A part of a mapping, ``[start, stop)``, and the CPUs that are near the memory it is placed in: they fault it in. None: any."""
 
-    def one(start: int) -> int:
-        length = min(SLICE_BYTES, len(mapping) - start)
+    start: int
+    stop: int
+    cpus: frozenset[int] = frozenset()
+
+
+def populate(
+    mapping: Mapping, *, write: bool, threads: int, progress: Callable[[int], None] | None = None, parts: Sequence[Near] = ()
+) -> None:
+    """Fault in the whole mapping. OutOfMemory if the file system has no room; kernels before 5.14 touch page by page.
+
+    ``parts``: all of it, in parts that are faulted in side by side.
+    """
+    advice = MADV_POPULATE_WRITE if write else MADV_POPULATE_READ
+    sliced = [[(part, start) for start in range(part.start, part.stop, SLICE_BYTES)] for part in parts or [Near(0, len(mapping))]]
+
+    done = 0
+
+    def one(piece: tuple[Near, int]) -> int:
+        part, start = piece
+        if part.cpus:
+            with contextlib.suppress(OSError):  # none of them is ours to run on: then from where we are
+                os.sched_setaffinity(0, part.cpus)
+        length = min(SLICE_BYTES, part.stop - start)
         error = mapping.advise(start, length, advice)
         while error in (errno.EAGAIN, errno.EINTR):
             error = mapping.advise(start, length, advice)
@@ -85,7 +104,7 @@ def populate(mapping: Mapping, *, write: bool, threads: int, progress: Callable[
                 int(pages.sum())
         elif error:
             raise OutOfMemory(
-                f"the system gave {start} of {len(mapping)} bytes, then {errno.errorcode.get(error, error)}: the file system of the "
+                f"the system gave {done} of {len(mapping)} bytes, then {errno.errorcode.get(error, error)}: the file system of the "
                 "shared memory, or the memory limit of this container, is too small",
                 field="dram",
                 example="--dram 2GiB, or a larger /dev/shm (docker: --shm-size)",
@@ -94,32 +113,12 @@ def populate(mapping: Mapping, *, write: bool, threads: int, progress: Callable[
 
     pool = ThreadPoolExecutor(max(1, threads), thread_name_prefix="populate")
     try:
-        done = 0
-        for length in pool.map(one, starts):
+        for length in pool.map(one, [piece for round_ in zip_longest(*sliced) for piece in round_ if piece]):
             done += length
             if progress:
                 progress(done)
     finally:
         pool.shutdown(cancel_futures=True)  # after an error, or when `progress` raises to stop it: only what is being done now
-
-
-def numa_nodes(root: str = "/sys/devices/system/node") -> list[int]:
-    """Memory nodes of this machine, ascending; [0] where the kernel says nothing."""
-    found = [int(path.name[4:]) for path in Path(root).glob("node[0-9]*")] if os.path.isdir(root) else []
-    return sorted(found) or [0]
-
-
-def bind(mapping: Mapping, nodes: list[int], *, interleave: bool) -> int:
-    """mbind the mapping to nodes, before it is faulted in; 0 or the errno."""
-    number = SYS_MBIND.get(os.uname().machine)
-    if number is None:
-        return errno.ENOSYS
-    words = (ctypes.c_ulong * 16)()
-    for node in nodes:
-        words[node // 64] |= 1 << (node % 64)
-    policy = MPOL_INTERLEAVE if interleave else MPOL_BIND
-    result = _libc.syscall(number, ctypes.c_void_p(mapping.address), ctypes.c_size_t(len(mapping)), policy, words, 16 * 64, 0)
-    return 0 if result == 0 else ctypes.get_errno()
 
 
 def shmem_huge_pages(path: str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled") -> str:

@@ -63,6 +63,11 @@ class Geometry:
     entries: int
     namespaces: int
     sessions: int
+    regions: int = 1  # of the data, which no object crosses: `umbp.core.allocator`
+
+    def described(self) -> dict[str, int]:
+        """As the header's text has it: what is as it was before there were regions says nothing of them."""
+        return {name: value for name, value in asdict(self).items() if name != "regions" or value != 1}
 
     def sections(self) -> dict[str, tuple[int, int]]:
         """Section name -> (offset, bytes)."""
@@ -277,7 +282,7 @@ def create(directory: str, name: str, geometry: Geometry, *, boot: int, seed: in
         raise
     finally:
         os.close(fd)
-    text = json.dumps({"format": FORMAT, "name": name, "geometry": asdict(geometry), "sections": geometry.sections()}).encode()
+    text = json.dumps({"format": FORMAT, "name": name, "geometry": geometry.described(), "sections": geometry.sections()}).encode()
     words = segment.words
     words[H_STATE], words[H_BOOT], words[H_SEED] = BUILDING, boot, seed
     # Counters start somewhere else in each segment, so that a number that a client kept from a former one is not taken for one of this.
