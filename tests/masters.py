@@ -7,59 +7,68 @@ with MasterProcess() as master, master.pool() as a, master.pool() as b:
 from __future__ import annotations
 
 import json
+import random
 import socket
 import sys
 import tempfile
-import time
-import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.field.people import eventually
 from tests.pools import PoolProcess
 
 HEARTBEAT = 0.2
 DEAD_AFTER = 1.8
-TIMING = ("--heartbeat", f"{HEARTBEAT}s", "--suspect-after", "0.9s", "--dead-after", f"{DEAD_AFTER}s")
-UNTIL_SECONDS_MAX = 20.0
+TIMING = ("--heartbeat", f"{HEARTBEAT}s", "--suspect-after", "1.5s", "--dead-after", f"{DEAD_AFTER}s")
+CALL_SECONDS_MAX = 60.0
+PORTS_FROM = 10_240
 
 
-def free_port() -> int:
-    """A port that was free a moment ago, for a master that is to come back at the same one."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def until(true: Callable[[], Any], seconds: float = UNTIL_SECONDS_MAX, *, what: Callable[[], Any] = lambda: "") -> float:
-    """Wait until it is true, and how long that took. Errors of HTTP count as not true yet."""
-    began = time.monotonic()
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing listens at, for who is to come back at the same one: below those that the kernel gives to connections."""
+    below = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
+        port = random.SystemRandom().randrange(PORTS_FROM, below)
         try:
-            if true():
-                return time.monotonic() - began
-        except (OSError, urllib.error.URLError, KeyError):
-            pass
-        assert time.monotonic() - began < seconds, f"not true after {seconds} s: {what()}"
-        time.sleep(0.01)
+            with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
+                return port
+        except OSError:
+            continue
 
 
-def call(url: str, body: Any = None, method: str = "", *, seconds: float = 5.0) -> Any:
+def until(true: Callable[[], Any], what: Callable[[], Any] = lambda: "a condition of this test") -> None:
+    """`eventually`, where errors of HTTP count as not true yet."""
+
+    def answered() -> Any:
+        try:
+            return true()
+        except (OSError, KeyError):
+            return False
+
+    eventually(answered, what)
+
+
+def call(url: str, body: Any = None, method: str = "") -> Any:
     """The JSON answer of a GET, or of a POST where there is a body."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"} if data else {}, method=method or None)
-    with urllib.request.urlopen(request, timeout=seconds) as response:
+    with urllib.request.urlopen(request, timeout=CALL_SECONDS_MAX) as response:
         return json.loads(response.read())
 
 
+def metrics(process: PoolProcess) -> dict[str, float]:
+    """All series of a process at one moment, by their names and labels as ``/metrics`` has them."""
+    with urllib.request.urlopen(process.http + "/metrics", timeout=CALL_SECONDS_MAX) as answer:
+        lines = [line.rpartition(" ") for line in answer.read().decode().split("\n") if line and not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
 def metric(process: PoolProcess, name: str) -> float:
-    """One series of a process, by its name and labels as ``/metrics`` has them."""
-    with urllib.request.urlopen(process.http + "/metrics", timeout=5.0) as answer:
-        lines = answer.read().decode().split("\n")
-    return next(float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == name)
+    """One of them."""
+    return metrics(process)[name]
 
 
 def reported(pool: PoolProcess, what: str) -> int:
@@ -111,7 +120,7 @@ class MasterProcess(PoolProcess):
             nodes = self.nodes()
             return all(name in nodes and nodes[name]["synced"] and nodes[name]["source"] for name in names)
 
-        until(there, what=lambda: (self.get("/v1/nodes"), self.log()[-2000:]))
+        until(there, lambda: (self.get("/v1/nodes"), self.log()[-2000:]))
 
     def locations(self, key: bytes) -> set[tuple[str, str]]:
         """(node, tier) of a key."""

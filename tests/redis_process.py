@@ -7,16 +7,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from types import TracebackType
 
 import pytest
 
-from tests.masters import free_port
+from tests.masters import free_port, until
 from tests.pools import TIED
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
-START_SECONDS_MAX = 10.0
 
 
 class RedisProcess:
@@ -44,17 +42,12 @@ class RedisProcess:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", self._folder]
         command = [sys.executable, "-I", "-S", "-c", TIED, SERVER, *options]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        give_up = time.monotonic() + START_SECONDS_MAX
-        while True:
-            try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as probe:
-                    probe.sendall(b"PING\r\n")
-                    if probe.recv(16).startswith(b"+PONG"):
-                        return
-            except OSError:
-                pass
-            assert time.monotonic() < give_up, "redis-server does not answer"
-            time.sleep(0.02)
+        until(self._answers, lambda: "redis-server answers")
+
+    def _answers(self) -> bool:
+        with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as probe:
+            probe.sendall(b"PING\r\n")
+            return probe.recv(16).startswith(b"+PONG")
 
     def kill(self) -> None:
         """SIGKILL: all that it had is gone."""

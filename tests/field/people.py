@@ -9,6 +9,7 @@ And one connection without a client behind it, for what no client would do: `Wir
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import json
 import os
@@ -17,7 +18,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any
 
@@ -35,14 +36,24 @@ WAIT_SECONDS_MAX = 60.0
 SLACK_SECONDS = 3.0  # on top of a bound that is to hold; less than a call takes that nothing bounds (5 s)
 
 
-def eventually(true: Callable[[], Any], what: str, seconds: float = WAIT_SECONDS_MAX) -> Any:
-    """Ask until the answer is yes; the answer. Fails with ``what`` did not come true."""
+def eventually(true: Callable[[], Any], what: str | Callable[[], Any], seconds: float = WAIT_SECONDS_MAX) -> Any:
+    """Ask until the answer is yes; the answer. Fails with ``what`` did not come true. For asyncio there is `becomes`."""
     deadline = time.monotonic() + seconds
     while True:
         if answer := true():
             return answer
-        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
         time.sleep(0.005)
+
+
+async def becomes(true: Callable[[], Awaitable[Any]], what: str, seconds: float = WAIT_SECONDS_MAX) -> Any:
+    """`eventually`, of what is awaited."""
+    deadline = time.monotonic() + seconds
+    while True:
+        if answer := await true():
+            return answer
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        await asyncio.sleep(0.005)
 
 
 def keys_of(*numbers: int) -> np.ndarray:

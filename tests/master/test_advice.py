@@ -11,7 +11,7 @@ import pytest
 
 import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, keys_of, put
-from tests.masters import MasterProcess, call, metric, reported, until
+from tests.masters import MasterProcess, call, metric, metrics, reported, until
 from tests.pools import PoolProcess
 from umbp.layout import Namespace
 
@@ -55,10 +55,10 @@ def got(pool: PoolProcess, keys: np.ndarray) -> list[bytes]:
         client.close()
 
 
-def flood(space: umbp.Namespace, number: int, base: int = 70_000) -> int:
-    """Put sixteen more pages of a prompt of their own; the number of the next."""
-    keys = umbp.page_keys(np.full(16 * 16, base + number, np.uint32), page_tokens=16)
-    assert not space.put(keys, [bytes([number % 256]) * PAGE] * 16).refused.any()
+def flood(space: umbp.Namespace, number: int, base: int = 70_000, pages: int = 16) -> int:
+    """Put more pages of a prompt of their own; the number of the next."""
+    keys = umbp.page_keys(np.full(16 * pages, base + number, np.uint32), page_tokens=16)
+    assert not space.put(keys, [bytes([number % 256]) * PAGE] * pages).refused.any()
     return number + 1
 
 
@@ -101,7 +101,7 @@ def test_new_pages_go_where_the_placement_policy_has_them(master: MasterProcess,
             until(lambda key=bytes(key), node=node: (node, "dram") in master.locations(key))
         there = np.array([node == b.name for node in placed])
         assert got(b, keys[there]) == [bytes([number]) * PAGE for number, yes in zip(range(100, 140), there, strict=True) if yes]
-        assert reported(b, "copied") - copied == there.sum()
+        until(lambda: reported(b, "copied") - copied == there.sum())
     finally:
         master.post("/v1/policies/placement", {"name": "local_first"}, "PUT")
 
@@ -167,20 +167,20 @@ def test_pages_move_from_a_full_node_to_a_roomy_one_at_the_rate_that_is_allowed_
     client = umbp.connect(full.socket)
     space = client.namespace(**IDENTITY)
     stored = range(fill(space, full, 0.92))
-    came, gone = 'umbp_fetched_bytes_total{source="peers"}', "umbp_evicted_keys_total"
-    before = [metric(roomy, came), metric(full, gone), reported(full, "dropped")]
+    came, gone, dropped = 'umbp_fetched_bytes_total{source="peers"}', "umbp_evicted_keys_total", 'umbp_reported_total{what="dropped"}'
+    before, had = metric(roomy, came), metrics(full)
     began = time.monotonic()
     master.post("/v1/policies/rebalancing", {"name": "even_fill"}, "PUT")
     share = lambda: call(full.http + "/v1/status")["allocated_bytes"] / call(full.http + "/v1/status")["capacity_bytes"]  # noqa: E731
     while share() >= 0.90:  # from there on no node is full
-        moved = metric(roomy, came) - before[0]
+        moved = metric(roomy, came) - before
         assert moved <= RATE * (time.monotonic() - began + 2.0)  # a second's worth at once, and a second for what was measured late
-        assert time.monotonic() - began < 30.0
+        assert time.monotonic() - began < 60.0
         time.sleep(0.05)
     master.post("/v1/policies/rebalancing", {"name": "none"}, "PUT")
-    after = [metric(roomy, came), metric(full, gone), reported(full, "dropped")]
-    assert after[0] > before[0]
-    assert after[1] - before[1] == after[2] - before[2] > 0  # nothing went but what the other one holds
+    assert metric(roomy, came) > before
+    has = metrics(full)
+    assert has[gone] - had[gone] == has[dropped] - had[dropped] > 0  # nothing went but what the other one holds
     other = umbp.connect(roomy.socket)
     there = other.namespace(**IDENTITY)
     lost = wrong = 0
@@ -209,8 +209,8 @@ def test_a_full_node_with_a_full_neighbour_serves_on_and_what_both_had_is_kept_b
         put(other, *range(200, 216))
         numbers = [fill(space, pool, 0.88, base) for space, pool, base in zip(spaces, (full, other), (100_000, 110_000), strict=True)]
         until(lambda: (sum(space.lookup(shared).astype(int) for space in spaces) == 1).all())  # one of them has dropped it
-        for _ in range(80):  # more than both have room for, while the one that has promised to keeps what the other one dropped
-            numbers = [flood(space, number, base) for space, number, base in zip(spaces, numbers, (100_000, 110_000), strict=True)]
+        for _ in range(8):  # more than both have room for, while the one that has promised to keeps what the other one dropped
+            numbers = [flood(space, number, base, 160) for space, number, base in zip(spaces, numbers, (100_000, 110_000), strict=True)]
         assert all(int(call(pool.http + "/v1/status")["counters"]["evicted_keys"]) > 500 for pool in (full, other))
         for at, key in enumerate(shared):
             (holder,) = [space for space in spaces if space.lookup(key[None]).all()]

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.masters import MasterProcess
+from tests.masters import CALL_SECONDS_MAX, MasterProcess
 from umbp.master.protocol import FRAME, Events, Join, LocateRequest, RouteRequest, decode_plan
 from umbp.wire import encode
 
@@ -18,7 +18,7 @@ FRAME_OF_ONE = encode(RouteRequest(namespace="ab" * 32, requester="r", n=1), np.
 
 @pytest.fixture(scope="module")
 def master() -> Iterator[MasterProcess]:
-    with MasterProcess() as process:
+    with MasterProcess(timing=("--dead-after", "600s")) as process:  # the nodes of these tests have no heartbeat
         yield process
 
 
@@ -26,7 +26,7 @@ def say(master: MasterProcess, *parts: bytes, answers: int = 1) -> list[tuple[in
     """Send these pieces over one connection; status, head and body of so many answers."""
     port = int(master.http.rpartition(":")[2])
     found, buffer = [], b""
-    with socket.create_connection(("127.0.0.1", port), timeout=5.0) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=CALL_SECONDS_MAX) as connection:
         for part in parts:
             connection.sendall(part)
         while len(found) < answers:
@@ -112,7 +112,7 @@ def test_what_is_refused_of_a_node_is_refused_as_ever_and_the_connection_goes_on
 def test_a_node_that_hangs_up_while_it_tells_leaves_nothing_behind(master: MasterProcess) -> None:
     registration = joined(master, "hasty")
     for number in range(1, 20):
-        with socket.create_connection(("127.0.0.1", int(master.http.rpartition(":")[2])), timeout=5.0) as connection:
+        with socket.create_connection(("127.0.0.1", int(master.http.rpartition(":")[2])), timeout=CALL_SECONDS_MAX) as connection:
             connection.sendall(request(b"/v1/members/hasty/events", bundle(registration, number, 8192)))
     ((status, _, body),) = say(master, request(b"/v1/members/hasty/events", bundle(registration, 1, 8192)))
     assert status == 200

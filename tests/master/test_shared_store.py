@@ -13,7 +13,7 @@ import pytest
 
 import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, put
-from tests.masters import MasterProcess, call, reported, until
+from tests.masters import MasterProcess, call, metrics, reported, until
 from tests.pools import PoolProcess
 from tests.redis_process import RedisProcess
 from umbp.errors import ConfigError
@@ -55,6 +55,12 @@ def world() -> Iterator[World]:
 def of(*masters: MasterProcess) -> PoolProcess:
     """A pool of these masters, the first one first."""
     return PoolProcess("--master", ",".join(master.http for master in masters), dram="16MiB")
+
+
+def since(pool: PoolProcess) -> dict[str, int]:
+    """How often it has joined, had no answer, and gone on to the next master: at one moment."""
+    found = metrics(pool)
+    return {what: int(found[f'umbp_reported_total{{what="{what}"}}']) for what in ("joins", "unanswered", "masters")}
 
 
 def route(master: MasterProcess, keys: Any, requester: str = "") -> list[str]:
@@ -101,17 +107,17 @@ def _advised_to_both(one: MasterProcess, two: MasterProcess, a: PoolProcess, b: 
 def test_a_master_that_freezes_is_noticed_by_its_pools_within_two_heartbeats(world: World) -> None:
     """Frozen: its connections stay open, so that nothing but the time of an answer tells. Each beat waits for one heartbeat at most."""
     a, (frozen, other) = world.a, world.of_a()
-    before = {what: reported(a, what) for what in ("joins", "beats", "unanswered", "masters")}
+    before, beats = since(a), reported(a, "beats")
     frozen.signal(signal.SIGSTOP)
     try:
-        until(lambda: reported(a, "masters") > before["masters"])
-        unanswered = reported(a, "unanswered") - before["unanswered"]
-        assert 1 <= unanswered <= 2
+        until(lambda: since(a)["masters"] > before["masters"])
         keys = put(a, 41)
         until(lambda: other.locations(bytes(keys[0])) == {(a.name, "dram")})
-        until(lambda: reported(a, "beats") > before["beats"] + 10)
-        assert reported(a, "unanswered") - before["unanswered"] == unanswered  # the other one answers
-        assert reported(a, "joins") == before["joins"]
+        until(lambda: reported(a, "beats") > beats + 10)
+        now = since(a)
+        # Each that is not answered is the last one there for now; on a machine with much else to do the other one may be late as well.
+        assert now["unanswered"] - before["unanswered"] == now["masters"] - before["masters"] <= 6
+        assert now["joins"] == before["joins"]
         assert f"{a.name} dead" not in other.log()
     finally:
         frozen.signal(signal.SIGCONT)
@@ -121,13 +127,13 @@ def test_a_master_that_freezes_is_noticed_by_its_pools_within_two_heartbeats(wor
 def test_pools_go_on_with_the_next_master_where_the_one_before_ended(world: World) -> None:
     a, b, (killed, other) = world.a, world.b, world.of_a()
     first = put(a, 1, 2)
-    before = {what: reported(a, what) for what in ("joins", "unanswered", "masters")}
+    before = since(a)
     killed.kill()
     third = put(a, 21)
     until(lambda: other.locations(bytes(third[0])) == {(a.name, "dram")})
-    assert reported(a, "masters") > before["masters"]
-    assert reported(a, "unanswered") - before["unanswered"] <= 2
-    assert reported(a, "joins") == before["joins"]  # the registration is the same everywhere
+    now = since(a)
+    assert now["unanswered"] - before["unanswered"] == now["masters"] - before["masters"] > 0
+    assert now["joins"] == before["joins"]  # the registration is the same everywhere
     b.kill()
     until(lambda: other.states()[b.name] == "dead")  # it sweeps now, whoever did before
     killed.start()
