@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
 from umbp.core.master import Master, Part
 from umbp.core.membership import Member, Timing
 from umbp.core.plans import Plan
+from umbp.core.sweeps import chained
 from umbp.errors import UnknownNode
 from umbp.types import U64, Tier
 
@@ -36,6 +38,7 @@ class Node:
         self.registration = 0
         self.number = 0
         self.sweep = 0
+        self.totals: dict[tuple[int, int], int] = {}  # (sweep, piece) -> sum with it
         self.used = 0
         self.advice: list[Any] = []
 
@@ -88,14 +91,17 @@ class Node:
             part = [item for item in every[index * size : (index + 1) * size] if item in self.holds]
             yield self.piece(index, part, last=index == count - 1)
 
-    def piece(self, index: int, part: list[tuple[int, int]], *, last: bool) -> str:
+    def piece(self, index: int, part: list[tuple[int, int]], *, last: bool, damage: int = 0) -> str:
+        """``damage``: what arrives has another sum."""
         master, now = self.cluster.master, self.cluster.now
-        member, verdict = master.expects_piece(now, self.name, self.registration, self.sweep, index, self.number)
+        keys, tiers = words(number for number, _ in part), np.array([tier for _, tier in part], np.uint8)
+        content = crc32(keys.tobytes() + tiers.tobytes())
+        total = self.totals[self.sweep, index] = chained(self.totals.get((self.sweep, index - 1), 0), content)
+        member, verdict = master.expects_piece(now, self.name, self.registration, self.sweep, index, self.number, total, content ^ damage)
         if verdict == "apply":
-            keys, tiers = words(number for number, _ in part), np.array([tier for _, tier in part], np.uint8)
             spaces, ones = master.spaces([(DIGEST, PAGE_BYTES, len(keys))]), np.ones(len(keys), np.uint8)
             master.apply(now, Part(member, keys, spaces, tiers, ones, fresh=False))
-            master.piece_applied(now, member, last=last)
+            master.piece_applied(now, member, total, last=last)
         return verdict
 
     def resync(self) -> Node:

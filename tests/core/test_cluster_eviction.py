@@ -11,6 +11,7 @@ from tests.core.cluster import GIB, PAGE_BYTES, Cluster, words
 from tests.core.world import World, keys_of, open_namespace, put, stored
 from umbp.core.master import Master, Part
 from umbp.core.membership import Timing
+from umbp.core.sweeps import chained
 from umbp.errors import UnknownNode
 from umbp.policies.cluster import KEEP
 from umbp.pool.heeding import AHEAD_SECONDS, ASKED_MAX, ASKED_MIN
@@ -33,7 +34,10 @@ class OneNode:
         self.master = Master(self.now, boot=1, seed=3, keys_max=65_536, timing=Timing(), policies={"cluster_eviction": policy})
         tiers = {2: (PAGES * PAGE, 0)}
         self.member = self.master.join(self.now, "a", 1, "here", {}, tiers)
-        self.master.piece_applied(self.now, self.master.expects_piece(self.now, "a", self.member.registration, 1, 0, 0)[0], last=True)
+        total = chained(0, 7)
+        member, verdict = self.master.expects_piece(self.now, "a", self.member.registration, 1, 0, 0, total, 7)
+        assert verdict == "apply"
+        self.master.piece_applied(self.now, member, total, last=True)
         self.pool.objects.outbox.begin()
         self.evicted = 0
 

@@ -61,17 +61,49 @@ def test_events_between_the_pieces_of_a_resync_are_newer_than_it() -> None:
     assert cluster.master.locate(cluster.now, DIGEST, words([1]))[1].tolist() == [1 << DRAM]
 
 
-def test_a_piece_out_of_order_begins_again() -> None:
+def test_a_sweep_goes_on_at_the_piece_that_is_missing() -> None:
     cluster = Cluster("a")
-    a = cluster["a"].put(1)
+    a = cluster["a"].put(1, 2)
     a.sweep = 5
-    assert a.piece(1, [(1, DRAM)], last=True) == "gap"
+    assert a.piece(1, [(1, DRAM)], last=True) == "lost"  # of a sweep that nobody has begun
     assert a.piece(0, [(1, DRAM)], last=False) == "apply"
     assert a.piece(0, [(1, DRAM)], last=False) == "again"
     assert a.piece(2, [], last=True) == "gap"
-    assert not a.member.synced
-    a.resync()
+    assert (a.member.sweep.wanted(5), a.member.synced, a.member.wants_resync) == (1, False, False)
+    assert a.piece(1, [(2, DRAM)], last=False) == "apply"
+    assert a.piece(2, [], last=True) == "apply"
+    assert a.piece(2, [], last=True) == "again"  # its answer was lost
     assert a.member.synced
+    assert cluster.located([1, 2]) == [1, 1]
+    assert a.member.sweep.wanted(5) == -1
+
+
+def test_a_piece_that_is_not_what_was_sent_is_not_applied_and_is_wanted_again() -> None:
+    cluster = Cluster("a")
+    a = cluster["a"].put(1, 2)
+    a.sweep = 1
+    assert a.piece(0, [(1, DRAM)], last=False) == "apply"
+    assert a.piece(1, [(9, DRAM)], last=False, damage=1) == "torn"
+    assert (a.member.sweep.wanted(1), cluster.located([9])) == (1, [0])
+    assert a.piece(1, [(2, DRAM)], last=False) == "apply"
+    a.totals[1, 1] += 1  # a piece is taken for another one than was applied: found at the next one
+    assert a.piece(2, [], last=True) == "torn"
+    assert not a.member.synced
+    assert cluster.master.counts.torn == 2
+
+
+def test_a_bundle_that_is_lost_between_two_pieces_is_found_by_the_next_piece() -> None:
+    cluster = Cluster("a")
+    a = cluster["a"].put(*range(9))
+    verdicts = []
+    for number, verdict in enumerate(a.pieces(size=4)):
+        verdicts.append(verdict)
+        if number == 0:
+            a.evict(1).tell(lose=True)
+    assert verdicts == ["apply", "lost", "lost"]
+    assert (a.member.wants_resync, a.member.synced, a.member.sweep.wanted(1)) == (True, False, 1)
+    a.resync()
+    assert cluster.located([1, 2]) == [0, 1]
 
 
 def test_resyncs_that_never_end_do_not_confuse_old_with_new() -> None:

@@ -21,6 +21,7 @@ import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, put
 from tests.masters import CALL_SECONDS_MAX, DEAD_AFTER, HEARTBEAT, MasterProcess, call, free_port, reported, until
 from tests.pools import PoolProcess
+from umbp.core.sweeps import chained
 from umbp.grammar import parse_address
 from umbp.layout import Namespace
 from umbp.master import protocol as say
@@ -422,13 +423,16 @@ class Giant:
             port = Remote(parse_address(master.http), "")
             try:
                 joined = await port.join(say.Join(node=self.name, boot=1, place="p", addresses={}, tiers=[]), 5.0)
+                total = 0
                 words = np.random.default_rng(1).integers(1, 1 << 63, (count, 4), dtype=np.uint64)
                 for index, start in enumerate(range(0, count, say.KEYS_MAX)):
                     part = words[start : start + say.KEYS_MAX]
                     ones = np.ones(len(part), np.uint8)
                     told = Told(part, ones * 2, ones, [(b"\3" * 32, PAGE, len(part))])
                     last = start + say.KEYS_MAX >= count
-                    await port.tell_piece(self.name, joined.registration, 1, index, told, 5.0, bundle=0, last=last)
+                    total = chained(total, say.content_sum(told.words, told.tiers, told.spaces))
+                    applied = await port.tell_piece(self.name, joined.registration, 1, index, told, 5.0, bundle=0, total=total, last=last)
+                    assert not applied.gap
             finally:
                 await port.close()
 

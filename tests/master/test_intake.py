@@ -26,10 +26,10 @@ def words(start: int, count: int) -> U64:
     return np.arange(start * 4, (start + count) * 4, dtype=np.uint64).reshape(-1, 4)
 
 
-async def tell(intake: Intake, core: Master, member: Member, start: int, count: int, *, present: bool = True) -> None:
+async def tell(intake: Intake, core: Master, member: Member, start: int, count: int, *, present: bool = True, fresh: bool = True) -> None:
     spaces = core.spaces([(DIGEST, 4096, count)])
     flags = np.full(count, present, np.uint8)
-    await intake.apply(Part(member, words(start, count), spaces, np.full(count, Tier.DRAM, np.uint8), flags))
+    await intake.apply(Part(member, words(start, count), spaces, np.full(count, Tier.DRAM, np.uint8), flags, fresh))
 
 
 def copies(core: Master, start: int, count: int) -> list[int]:
@@ -83,4 +83,20 @@ async def test_what_nobody_waits_for_any_more_is_taken_out() -> None:
     await second
     assert copies(core, 0, 4) == [1] * 4
     assert first.cancelled()
-    assert repr(queue).startswith("<Intake 0 waiting")
+    assert repr(queue).startswith("<Intake 0 bundles and 0 pieces waiting")
+
+
+async def test_what_has_just_happened_goes_before_what_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "SLICE_KEYS_MAX", 64)
+    monkeypatch.setattr(intake, "SLICE_KEYS_MIN", 64)
+    core, members = made(*(f"n{number}" for number in range(9)))
+    queue = Intake(core)
+    resyncs = [asyncio.ensure_future(tell(queue, core, member, 0, 128, fresh=False)) for member in members[:8]]
+    await asyncio.sleep(0)
+    await tell(queue, core, members[8], 7000, 64)
+    assert core.counts.events <= 3 * 64  # one slice that was under way, and every fourth
+    busy = asyncio.ensure_future(tell(queue, core, members[8], 0, 6400))
+    await asyncio.gather(*resyncs)  # they go on all the same, and before all of it
+    assert not busy.done()
+    assert min(copies(core, 0, 128)) >= 8
+    await busy

@@ -91,7 +91,7 @@ def test_what_a_node_tells_is_applied_and_answered_in_order(master: MasterProces
     assert [status for status, _, _ in found] == [200] * 4
     assert not any(by_aiohttp(head) for _, head, _ in found)
     acknowledged = [msgspec.json.decode(body) for _, _, body in (found[0], found[1], found[3])]
-    assert acknowledged == [{"acknowledged": number, "gap": False} for number in (1, 2, 2)]
+    assert acknowledged == [{"acknowledged": number, "gap": False, "piece": -1} for number in (1, 2, 2)]
     assert found[2][2][-2] == 1  # one copy
 
 

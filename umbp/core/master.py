@@ -29,7 +29,6 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
 
 import numpy as np
 
@@ -43,6 +42,7 @@ from umbp.core.membership import DEAD, Changed, Member, Membership, Timing
 from umbp.core.placement import Placement
 from umbp.core.planner import Columns, Planner
 from umbp.core.plans import NOTHING, Plan
+from umbp.core.sweeps import Sweep, Verdict
 from umbp.errors import NotFound
 from umbp.policies.base import PLACEMENT, ROUTING
 from umbp.policies.cluster import RouteView
@@ -52,8 +52,6 @@ SLICE = 1024  # keys of an engine's report applied in one go: about 0.5 ms
 SWEEP_ROWS = 8192  # looked at in a tick, while there is something to sweep: about 1 ms at the worst
 HAPPENINGS_MAX = 1024
 _NOBODY = np.empty(0, np.int64)
-
-Verdict = Literal["apply", "again", "gap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +101,7 @@ class Counts:
     bundles: int = 0
     gaps: int = 0
     pieces: int = 0
+    torn: int = 0
     resyncs: int = 0
     routes: int = 0
     routed_pages: int = 0
@@ -257,30 +256,38 @@ class Master:
         member.acknowledged = number
         self.counts.bundles += 1
 
-    def expects_piece(self, now: float, node: str, registration: int, sweep: int, index: int, acknowledged: int) -> tuple[Member, Verdict]:
-        """What to do with a piece of a resync. The first one begins it, and says which bundle was the last one before."""
+    def expects_piece(
+        self, now: float, node: str, registration: int, sweep: int, index: int, bundle: int, total: int, content: int
+    ) -> tuple[Member, Verdict]:
+        """What to do with a piece of a resync (`umbp.core.sweeps`); the first one begins it.
+
+        ``bundle`` is the last one told before this piece; ``total`` the sum that the pool says; ``content`` that of what came.
+        """
         member = self.membership.member(node, registration)
         member.last_seen = now
-        if index == 0 and member.sweep != sweep:
+        if member.sweep.begins(sweep, index):
             if not self.directory.begin(member.holder):
                 self._new_holder(member)
-            member.sweep, member.pieces, member.wants_resync = sweep, 0, False
-            member.acknowledged = acknowledged
+            member.sweep, member.wants_resync = Sweep(sweep, over=False), False
+            member.acknowledged = bundle
             self._happens(now, "resync", node, "it sends all that it holds")
-        if member.sweep != sweep or index > member.pieces:
+        verdict = member.sweep.expects(sweep, index, total, content)
+        if verdict != "again" and bundle != member.acknowledged:
+            verdict = "lost"
+        if verdict == "lost":
             member.wants_resync = True
-            return member, "gap"
-        return member, "again" if index < member.pieces else "apply"
+        self.counts.torn += verdict == "torn"
+        return member, verdict
 
-    def piece_applied(self, now: float, member: Member, *, last: bool) -> None:
+    def piece_applied(self, now: float, member: Member, total: int, *, last: bool) -> None:
         """All of the piece is applied; after the last one only what was said since the first one counts."""
-        member.pieces += 1
+        member.sweep.applied(total, last=last)
         self.counts.pieces += 1
         if last:
             self.directory.settle(member.holder)
-            member.sweep, member.synced = -1, True
+            member.synced = True
             self.counts.resyncs += 1
-            self._happens(now, "synced", member.node, f"{member.pieces} pieces")
+            self._happens(now, "synced", member.node, f"{member.sweep.pieces} pieces")
 
     def external(
         self, now: float, engine: str, node: str, digest: bytes, tier: Tier, words: U64, *, present: bool, object_bytes: int = 0

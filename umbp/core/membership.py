@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from umbp.core.sweeps import Sweep
 from umbp.errors import Conflict, LimitReached, NotFound, UnknownNode
 
 NODES_MAX = 4096
@@ -106,8 +107,7 @@ class Member:
     tags: dict[str, str] = field(default_factory=dict)  # the operator's, as it joined with; no policy looks at them
     unreachable: str = ""  # why this master itself could not reach it by its address
     acknowledged: int = 0  # last event bundle applied
-    sweep: int = -1  # the resync that goes on, -1 for none
-    pieces: int = 0  # of it that are applied
+    sweep: Sweep = field(default_factory=Sweep)  # its resync that goes on, or was the last one
     wants_resync: bool = True
     synced: bool = False  # all that it holds has been seen once since it joined
 

@@ -93,6 +93,7 @@ class Follower:
             await self._ask_if_wanted(node)
         elif entry.kind == "piece":
             await service.piece(node, payload, heard=True)
+            await self._ask_if_wanted(node)
         elif entry.kind == "beat":
             service.lives(node, msgspec.json.decode(payload, type=say.Heartbeat))
         elif entry.kind == "join":

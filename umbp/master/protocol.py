@@ -19,7 +19,8 @@ without effect (a retry), one that comes too early is answered ``gap`` and the p
 
 Resync: the pool begins a ``sweep`` (a number of its own), sends the keys it holds in pieces of at most `KEYS_MAX`, and ends with a last
 piece. Events go on meanwhile and are of the same order: what an event said after the sweep began is not undone by a piece. The master
-then forgets in slices whatever of this node was neither in a piece nor in an event since.
+then forgets in slices whatever of this node was neither in a piece nor in an event since. Each piece has the sum over all until it, and the
+number of the bundle before it: what is torn or missing is found at that piece, and the answer says where to go on (`umbp.core.sweeps`).
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from math import inf
 from typing import Annotated, TypeAlias
 
 import msgspec
+import xxhash
 from msgspec import Meta
 
 from umbp.admin.endpoint import Body, Document
 from umbp.core.plans import Plan, Run, Source
 from umbp.errors import ProtocolError
 from umbp.grammar import TAG_KEY, TAG_VALUE_CHARS_MAX, TAGS_MAX
-from umbp.types import Tier
+from umbp.types import U8, U64, Tier
 from umbp.wire import Message, decode, encode
 
 KEYS_MAX = 8192  # of one bundle or piece: 265 KiB, applied in some 3 ms, in slices
@@ -191,15 +193,16 @@ class Events(Message, frozen=True, tag="events"):
 
 
 class Piece(Message, frozen=True, tag="piece"):
-    """A part of a sweep: keys that the pool holds. ``last`` ends it; ``bundle`` is the number of the last bundle sent before it began.
+    """A part of a sweep: keys that the pool holds. ``last`` ends it; ``bundle`` is the number of the last bundle sent before this piece.
 
-    Arrays: keys u8[n, 32], tier u8[n].
+    ``total``: `umbp.core.sweeps.chained` over the `content_sum` of the pieces until this one. Arrays: keys u8[n, 32], tier u8[n].
     """
 
     registration: Number
     sweep: Number
     index: Number
     bundle: Number
+    total: Number
     last: bool
     n: Batch
     spaces: Annotated[list[tuple[Digest, Bytes, Batch]], Meta(max_length=SPACES_MAX)]
@@ -207,10 +210,23 @@ class Piece(Message, frozen=True, tag="piece"):
 
 
 class Applied(Document, frozen=True):
-    """``acknowledged`` is the last bundle applied; ``gap``: one is missing before what was sent, so resync."""
+    """``acknowledged`` is the last bundle applied; ``gap``: something is missing before what was sent.
+
+    ``piece``: where a sweep is to go on then; -1: a new one is needed.
+    """
 
     acknowledged: int
     gap: bool
+    piece: int = -1
+
+
+def content_sum(words: U64, tiers: U8, spaces: list[tuple[bytes, int, int]]) -> int:
+    """xxh3-64 of what a piece says. ``words`` (n, 4), ``tiers`` (n,), ``spaces`` as (digest, object bytes, count)."""
+    state = xxhash.xxh3_64(words.tobytes())
+    state.update(tiers.tobytes())
+    for digest, size, count in spaces:
+        state.update(b"%s %d %d" % (digest, size, count))
+    return state.intdigest()
 
 
 class Victims(Message, frozen=True, tag="victims"):

@@ -216,7 +216,16 @@ class MasterService:
         _end(blob, tiers)
         told = Told(key_words(keys), tiers, np.ones(header.n, np.uint8), _spaces(header), _identities(header))
         return await self.tell_piece(
-            node, header.registration, header.sweep, header.index, told, frame, bundle=header.bundle, last=header.last, heard=heard
+            node,
+            header.registration,
+            header.sweep,
+            header.index,
+            told,
+            frame,
+            bundle=header.bundle,
+            total=header.total,
+            last=header.last,
+            heard=heard,
         )
 
     async def tell(self, node: str, registration: int, number: int, told: Told, frame: bytes = b"", *, heard: bool = False) -> say.Applied:
@@ -243,21 +252,27 @@ class MasterService:
         frame: bytes = b"",
         *,
         bundle: int,
+        total: int,
         last: bool,
         heard: bool = False,
     ) -> say.Applied:
         """A part of a resync."""
+        content = say.content_sum(told.words, told.tiers, told.spaces)
         async with self._lock(node):
-            member, verdict = self.core.expects_piece(self.now(), node, registration, sweep, index, bundle)
-            if verdict == "gap" and self.store.shared and not heard:
+            member, verdict = self.core.expects_piece(self.now(), node, registration, sweep, index, bundle, total, content)
+            if verdict in ("gap", "lost") and self.store.shared and not heard:
                 await self.store.catch_up(CATCH_UP_SECONDS)
-                member, verdict = self.core.expects_piece(self.now(), node, registration, sweep, index, bundle)
+                member, verdict = self.core.expects_piece(self.now(), node, registration, sweep, index, bundle, total, content)
             if verdict == "apply":
                 if not heard:
                     await self.store.enter("piece", node, frame)
                 await self._apply(member, told, fresh=False)
-                self.core.piece_applied(self.now(), member, last=last)
-            return say.Applied(acknowledged=member.acknowledged, gap=verdict == "gap")
+                self.core.piece_applied(self.now(), member, total, last=last)
+            gap = verdict not in ("apply", "again")
+            if gap and heard:  # its pool speaks to another master, which may have it all: this one asks by the log
+                member.wants_resync = True
+            wanted = member.sweep.wanted(sweep) if gap and verdict != "lost" else -1
+            return say.Applied(acknowledged=member.acknowledged, gap=gap, piece=wanted)
 
     async def _apply(self, member: Member, told: Told, *, fresh: bool) -> None:
         spaces = self.core.spaces(told.spaces)

@@ -47,7 +47,7 @@ class Port(Protocol):
     async def failed(self, node: str, body: say.Failed, seconds: float) -> None: ...
     async def tell(self, node: str, registration: int, number: int, told: Told, seconds: float) -> say.Applied: ...
     async def tell_piece(
-        self, node: str, registration: int, sweep: int, index: int, told: Told, seconds: float, *, bundle: int, last: bool
+        self, node: str, registration: int, sweep: int, index: int, told: Told, seconds: float, *, bundle: int, total: int, last: bool
     ) -> say.Applied: ...
     async def victims(self, node: str, registration: int, spaces: list[tuple[bytes, int]], keys: U8, seconds: float) -> I64: ...
     async def plan(self, request: say.RouteRequest, keys: U8, seconds: float) -> Plan: ...
@@ -87,10 +87,10 @@ class Embedded:
         return await self.service.tell(node, registration, number, told)
 
     async def tell_piece(
-        self, node: str, registration: int, sweep: int, index: int, told: Told, seconds: float, *, bundle: int, last: bool
+        self, node: str, registration: int, sweep: int, index: int, told: Told, seconds: float, *, bundle: int, total: int, last: bool
     ) -> say.Applied:
         """See `Port`."""
-        return await self.service.tell_piece(node, registration, sweep, index, told, bundle=bundle, last=last)
+        return await self.service.tell_piece(node, registration, sweep, index, told, bundle=bundle, total=total, last=last)
 
     async def victims(self, node: str, registration: int, spaces: list[tuple[bytes, int]], keys: U8, seconds: float) -> I64:
         """See `Port`."""
@@ -145,11 +145,18 @@ class Remote:
         return await self._framed("data", f"/v1/members/{quote(node)}/events", frame, say.Applied, seconds)
 
     async def tell_piece(
-        self, node: str, registration: int, sweep: int, index: int, told: Told, seconds: float, *, bundle: int, last: bool
+        self, node: str, registration: int, sweep: int, index: int, told: Told, seconds: float, *, bundle: int, total: int, last: bool
     ) -> say.Applied:
         """See `Port`."""
         header = say.Piece(
-            registration=registration, sweep=sweep, index=index, bundle=bundle, last=last, n=len(told.words), **_spaces(told)
+            registration=registration,
+            sweep=sweep,
+            index=index,
+            bundle=bundle,
+            total=total,
+            last=last,
+            n=len(told.words),
+            **_spaces(told),
         )
         frame = encode(header, told.words, told.tiers)
         return await self._framed("data", f"/v1/members/{quote(node)}/resync", frame, say.Applied, seconds)

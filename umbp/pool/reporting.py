@@ -4,11 +4,14 @@ Theory of operation
 -------------------
 `_beating` has the membership: it joins, beats, joins again when it is told that it is unknown, and goes on to the next master when one does
 not answer. It does nothing else, so no data delays it. `_telling` has the contents: it sends what the core's outbox has, milliseconds after
-the first change, in numbered bundles; or, after a join, a gap or an overflow, everything in pieces, with the bundles of meanwhile in
-between. One thing at a time is on its way, and each is made right before it is sent, so the master hears things in the order they happened.
+the first change, in numbered bundles; or, after a join, a gap or an overflow, everything in pieces (`umbp.pool.sweeping`), with the bundles
+of meanwhile after each of them, so that what is stored now is known now and not when all is told. One thing at a time is on its way, and
+each is made right before it is sent, so the master hears things in the order they happened.
 
-A bundle without an answer is sent again as it was; the master knows its number. With no master at all the pool serves its own clients as
-ever, the outbox overflows at its bound, and the next master is sent everything: after `RETRY_SECONDS` at the most once it is there.
+A bundle or piece without an answer is sent again as it was; the master knows its number. A piece that did not arrive right, or that the
+master lacks, is where the sweep goes on. With no master at all the pool serves its own clients as ever, the outbox overflows at its bound,
+and the next master is sent everything: after `RETRY_SECONDS` at the most once it is there, and where it is not the first one, after up to a
+heartbeat more: the pools of a master that has restarted do not all begin at once.
 
 What the master advises, and what it is asked before pages go (`_consulting`), is in `umbp.pool.heeding`.
 
@@ -20,14 +23,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from itertools import chain
 from typing import Protocol
 
 import numpy as np
 
-from umbp.core.objects import LIVE
 from umbp.core.outbox import Changes
 from umbp.core.pool import Pool
 from umbp.errors import Conflict, UmbpError, Unavailable, UnknownNode
@@ -35,7 +37,8 @@ from umbp.master import protocol as say
 from umbp.master.service import Told
 from umbp.pool.heeding import Heeding
 from umbp.pool.masters import Port
-from umbp.types import I64, U64, Mask, Tier
+from umbp.pool.sweeping import PIECE_KEYS, DramKeys, Keeps, Piece, Sweep
+from umbp.types import I64, U64, Tier
 
 log = logging.getLogger("umbp.pool.reporting")
 # After the first change: until there was none for a moment, so that a writer has the pool for itself, and well below the promised 50 ms.
@@ -44,19 +47,7 @@ RETRY_SECONDS = 0.5
 TELL_SECONDS_MAX = 3.0
 MEASURED_MAX = 256
 LEAVE_SECONDS_MAX = 1.0
-COUNTED = ("bundles", "resyncs", "joins", "beats", "unanswered", "masters", "held", "dropped", "copied", "spared")
-PIECE_KEYS = say.KEYS_MAX // 2  # 4,096: batches of a put are not cut
-SCAN_ENTRIES = 1 << 16  # looked at for one piece: about 0.3 ms
-
-
-class Keeps(Protocol):
-    """A further tier of this pool, as a resync sees it."""
-
-    tier: Tier
-
-    def held(self) -> Iterator[U64]:
-        """All its keys in parts: (n, 5) words, the key and size << 32 | namespace number. It may change between two parts."""
-        ...
+COUNTED = ("bundles", "pieces", "resyncs", "resumed", "joins", "beats", "unanswered", "masters", "held", "dropped", "copied", "spared")
 
 
 class Fetched(Protocol):
@@ -81,7 +72,8 @@ class Reporter:
         self.pool, self.name, self.boot, self.place = pool, name, boot, place
         self.addresses: dict[str, str] = {}
         self.tags: dict[str, str] = {}
-        self.keeps: list[Keeps] = []
+        self.dram = DramKeys(pool)
+        self.keeps: list[Keeps] = [self.dram]
         self.measure: Callable[[], Sequence[Fetched]] = tuple  # what fetches took since this was asked last
         self.registration = 0  # 0: not a member
         self.draining = False
@@ -92,10 +84,10 @@ class Reporter:
         self._ports, self._at = list(ports), 0
         self._tiers = tiers
         self._wake, self._join_now = asyncio.Event(), asyncio.Event()
-        self._resync = True
+        self._resync, self._in_turn = True, False  # everything is to be told; not all pools at once
         self._synced = asyncio.Event()
         self._named: set[bytes] = set()  # namespaces whose identity this registration has told
-        self._number = self._sweep = 0
+        self._number = self._sweep = self._master = 0
         self._judges = False  # whether the master spoken to knows what the cluster asks for
         self._said = ""
 
@@ -168,7 +160,8 @@ class Reporter:
                 self.counts["unanswered"] += 1
                 self.counts["masters"] += len(self._ports) > 1
                 self._at = (self._at + 1) % len(self._ports)
-                wait = 0.0 if self._at else min(RETRY_SECONDS, self.heartbeat_seconds)  # once round, then a pause
+                pause = min(RETRY_SECONDS, self.heartbeat_seconds) * random.uniform(0.5, 1.0)
+                wait = 0.0 if self._at else pause  # once round first
             self._join_now.clear()
             left = began + wait - time.monotonic()
             if left > 0:
@@ -192,6 +185,8 @@ class Reporter:
         )
         joined = await self.port.join(body, self._patience())
         self.registration, self._number, self._resync = joined.registration, 0, True
+        self._in_turn = self._master not in (0, joined.master)
+        self._master = joined.master
         self.heeding.begin()
         self.heartbeat_seconds = max(0.05, min(joined.heartbeat_seconds, 60.0))
         self.counts["joins"] += 1
@@ -213,7 +208,7 @@ class Reporter:
         self.draining = beat.state == "draining"
         self.warnings = [f"the master says: {warning}" for warning in beat.warnings]
         if beat.resync:
-            self._resync = True
+            self._resync = self._in_turn = True
             self._wake.set()
         for advice in beat.advice:
             self.heeding.heed(advice)
@@ -265,6 +260,7 @@ class Reporter:
             try:
                 outbox = self.pool.objects.outbox
                 if self._resync or outbox.overflow:
+                    await self._wait_turn()
                     await self._tell_all(registration)
                 while outbox.keys and not self._resync:
                     await self._tell_changes(registration)
@@ -274,7 +270,7 @@ class Reporter:
                 if registration == self.registration:
                     self._lost()
             except UmbpError as error:
-                log.info("telling the master failed, all will be told again: %s", error)
+                log.info("telling the master failed, all is told again: %s", error)
                 self._resync = True
                 await asyncio.sleep(min(RETRY_SECONDS, self.heartbeat_seconds))
                 self._wake.set()
@@ -288,7 +284,7 @@ class Reporter:
     async def _tell_changes(self, registration: int) -> None:
         """One bundle, or a few where there are very many namespaces."""
         outbox = self.pool.objects.outbox
-        changes = outbox.take(PIECE_KEYS, self._visible)
+        changes = outbox.take(PIECE_KEYS, self.dram.visible)
         for told in self._told(changes):
             number = self._number + 1
 
@@ -301,31 +297,58 @@ class Reporter:
             self._number = number
             self.counts["bundles"] += 1
 
+    async def _wait_turn(self) -> None:
+        """All pools of a master that has restarted have everything to tell: they begin over the time of a heartbeat."""
+        if self._in_turn:
+            self._in_turn = False
+            await asyncio.sleep(self.heartbeat_seconds * random.random())
+
     async def _tell_all(self, registration: int) -> None:
-        """Everything, in pieces, with the changes of meanwhile in between; the last piece is empty."""
+        """Everything, in pieces, with the changes of meanwhile in between."""
         outbox = self.pool.objects.outbox
         outbox.begin()
         self._resync = False
         self._named.clear()  # another master may be listening by now
         self._sweep += 1
-        bundle, index, count, began = self._number, 0, 0, time.monotonic()
-        for group in chain(self._pieces(), [None]):
-            for told in group or [_NOTHING]:
-
-                async def send(seconds: float, index: int = index, told: Told = told, last: bool = group is None) -> say.Applied:
-                    return await self.port.tell_piece(self.name, registration, self._sweep, index, told, seconds, bundle=bundle, last=last)
-
-                if (await self._until_told(registration, send)).gap:
-                    self._resync = True
-                index, count = index + 1, count + len(told.words)
-            while outbox.keys > PIECE_KEYS and not self._resync:
+        sweep, began = Sweep(self._sweep, self.keeps, self._rows_told), time.monotonic()
+        over = False
+        while not over:
+            piece = sweep.take()
+            applied = await self._until_told(registration, self._sending(registration, sweep.number, piece))
+            self.counts["pieces"] += 1
+            if applied.gap:
+                self._named.clear()
+                self._resync = self._resync or not sweep.back_to(applied.piece)
+                self.counts["resumed"] += not self._resync
+            over = piece.last and not applied.gap
+            changes = 0 if piece.more else outbox.keys
+            while changes and not self._resync:  # and a sweep goes on, however much comes
                 await self._tell_changes(registration)
+                changes = max(0, min(changes, outbox.keys) - PIECE_KEYS)
             if outbox.overflow or self._resync:
                 self._resync = True
                 return
         self.counts["resyncs"] += 1
         self._synced.set()
-        log.info("told the master all: %d keys in %d pieces, %.2f s", count, index, time.monotonic() - began)
+        log.info("told the master all: %d keys in %d pieces, %.2f s", sweep.keys, sweep.pieces, time.monotonic() - began)
+
+    def _sending(self, registration: int, sweep: int, piece: Piece) -> Callable[[float], Awaitable[say.Applied]]:
+        bundle = self._number
+
+        async def send(seconds: float) -> say.Applied:
+            return await self.port.tell_piece(
+                self.name,
+                registration,
+                sweep,
+                piece.index,
+                piece.told,
+                seconds,
+                bundle=bundle,
+                total=piece.total,
+                last=piece.last,
+            )
+
+        return send
 
     async def _until_told(self, registration: int, send: Callable[[float], Awaitable[say.Applied]]) -> say.Applied:
         """Send until it is answered, to whichever master is spoken to. UnknownNode if the registration is over meanwhile."""
@@ -364,39 +387,9 @@ class Reporter:
             if (digest := self.pool.digests.get(number)) is not None:
                 yield (digest, int(changes.sizes[order[start]]), stop - start), order[start:stop]
 
-    def _pieces(self) -> Iterator[list[Told]]:
-        """All that this pool holds, in parts, each as it is when it is asked for."""
-        objects, entries = self.pool.objects, self.pool.table.entries
-        rows: list[U64] = []
-        count = 0
-        for start in range(0, objects.capacity, SCAN_ENTRIES):
-            part = slice(start, start + SCAN_ENTRIES)
-            ids: I64 = np.flatnonzero((objects.state[part] == LIVE) & (objects.row[part] >= 0)) + start
-            for first in range(0, len(ids), PIECE_KEYS):
-                some = ids[first : first + PIECE_KEYS]
-                rows.append(entries[some[self._visible(some)], :5])
-                count += len(some)
-                if count >= PIECE_KEYS:
-                    yield self._piece(np.concatenate(rows), Tier.DRAM)
-                    rows, count = [], 0
-            if rows:  # what was seen now is not to be sent after something newer
-                yield self._piece(np.concatenate(rows), Tier.DRAM)
-                rows, count = [], 0
-        for keeper in self.keeps:
-            for held in keeper.held():
-                yield from (self._piece(held[first : first + say.KEYS_MAX], keeper.tier) for first in range(0, len(held), say.KEYS_MAX))
-
-    def _piece(self, rows: U64, tier: Tier) -> list[Told]:
+    def _rows_told(self, rows: U64, tier: Tier) -> Iterator[Told]:
+        """Keys that are held, as bundles."""
         n = len(rows)
         numbers, sizes = (rows[:, 4] & np.uint64(0xFFFF_FFFF)).astype(np.uint32), (rows[:, 4] >> np.uint64(32)).astype(np.int64)
         words = np.ascontiguousarray(rows[:, :4])
-        return list(self._told(Changes(words, numbers, sizes, np.full(n, tier, np.uint8), np.ones(n, np.uint8))))
-
-    def _visible(self, ids: I64) -> Mask:
-        visible: Mask = (self.pool.objects.state[ids] == LIVE) & (self.pool.objects.row[ids] >= 0)
-        return visible
-
-
-_NOTHING = Told(np.empty((0, 4), np.uint64), np.empty(0, np.uint8), np.empty(0, np.uint8), [])
-
-__all__ = ["Keeps", "Reporter"]
+        return self._told(Changes(words, numbers, sizes, np.full(n, tier, np.uint8), np.ones(n, np.uint8)))

@@ -67,7 +67,6 @@ DEMOTE_BYTES = 64 << 20
 COUNT_SECONDS = 0.25
 STOP_SECONDS_MAX = 2.0
 SHRINK_BYTES = 64 << 20  # of a namespace above its quota, a tick
-HELD_SLICE = 8192
 _T = TypeVar("_T")
 
 
@@ -80,18 +79,22 @@ def _advance(steps: Steps[_T]) -> list[Future[Any]] | tuple[_T]:
 
 
 class SsdKeys:
-    """The keys of the tier, as a resync of the master sees them (`umbp.pool.reporting.Keeps`)."""
+    """The keys of the tier, as a resync of the master sees them (`umbp.pool.sweeping.Keeps`)."""
 
     tier = Tier.SSD
 
     def __init__(self, rows: U64) -> None:
         self._rows = rows
 
-    def held(self) -> Iterator[U64]:
-        """All of them in parts: (n, 5) words."""
-        for start in range(0, len(self._rows), HELD_SLICE):
-            part = self._rows[start : start + HELD_SLICE]
-            yield part[part[:, W_VERSION] != 0][:, :5]
+    @property
+    def end(self) -> int:
+        """See `Keeps`."""
+        return len(self._rows)
+
+    def held(self, start: int, stop: int) -> tuple[I64, U64]:
+        """See `Keeps`."""
+        positions: I64 = np.flatnonzero(self._rows[start:stop, W_VERSION] != 0) + start
+        return positions, self._rows[positions, :5]
 
 
 class SsdSide:
