@@ -7,6 +7,7 @@ What a source holds is made from the key's number, so a test needs not fill it. 
     7000..7999  near alone, slowly: each read takes 0.3 s                        8000..8999  near alone, and never answers
     9000..9999  near alone, and fails    10000..10999  near alone, too late: writes to the pages for a second more
     11000..11999  near alone: what is asked for comes but for the last page, and then it fails
+    12000..12999  near alone, when the file named by SOURCED_LOG with ``.gate`` behind it is there
 
 Others nobody has. Each hundred is a place of its own. Reads are written to the file named by SOURCED_LOG, one line a page: the source and
 the number.
@@ -33,7 +34,7 @@ from umbp.store.checksums import checksum
 from umbp.transport.base import Came, Lingering
 from umbp.types import I64, U8, ReadStatus, Tier
 
-NEAR = {1, 2, 3, 4, 6, 7, 8, 9, 10, 11}
+NEAR = {1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12}
 FAR = {1, 2, 3, 4, 5, 6}
 
 
@@ -98,6 +99,10 @@ class Made:
             raise Lingering("too late", linger(data, offsets, space.object_bytes))
         if thousand == 7:
             await asyncio.sleep(0.3)
+        while thousand == 12 and not os.path.exists(os.environ["SOURCED_LOG"] + ".gate"):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            await asyncio.sleep(0.01)
         if thousand == 3:
             status[:] = ReadStatus.MISS
             return Taken(status, sums)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.client.test_contract import Plain, until
-from tests.field.people import keys_of, values_of
+from tests.client.test_contract import Plain
+from tests.field.people import becomes, keys_of, values_of
 from tests.pools import PoolProcess
 from umbp import Layout, ReadStatus
 from umbp.client import link
@@ -27,9 +27,15 @@ def server() -> Iterator[PoolProcess]:
         yield running
 
 
+def patient(patch: pytest.MonkeyPatch) -> None:
+    """Puts of a busy machine come late."""
+    for name in ("AHEAD_SECONDS_MAX", "SPARE_SECONDS"):
+        patch.setattr(link, name, 60.0)
+
+
 @pytest.fixture(params=["plain", "asyncio"])
 async def pool(request: pytest.FixtureRequest, server: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
-    monkeypatch.setattr(link, "AHEAD_SECONDS_MAX", 60.0)  # puts of a busy machine come late
+    patient(monkeypatch)
     made: Any = Plain(umbp.connect(server.socket)) if request.param == "plain" else await umbp.connect_async(server.socket)
     yield made
     await made.close()
@@ -76,16 +82,19 @@ async def test_what_is_not_new_as_a_whole_is_answered_as_ever(space: Any, pool: 
     assert (out == values_of([106, 1], SIZE)).all()
 
 
-async def test_memory_ahead_that_nobody_uses_is_given_back(space: Any, pool: Any, server: PoolProcess) -> None:
+async def test_memory_ahead_that_nobody_uses_is_given_back(
+    space: Any, pool: Any, server: PoolProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await put_series(space, [100, 101], [102, 103], [104, 105])
     metrics = await asyncio.to_thread(http, f"{server.http}/metrics")
     assert f"umbp_spare_bytes {2 * SIZE}.0" in metrics, "none was given: this shows nothing"
+    monkeypatch.setattr(link, "SPARE_SECONDS", 0.5)
 
     async def back() -> bool:
         status = await pool.status()
         return bool(status["used_bytes"] == sum(each["held_bytes"] for each in status["namespaces"]))
 
-    await until(back)  # the background of a plain client slept when it was given
+    await becomes(back, "it is given back")  # the background of a plain client slept when it was given
 
 
 async def test_memory_ahead_is_not_for_other_numbers_of_pages_nor_after_a_quota(space: Any, pool: Any, server: PoolProcess) -> None:
@@ -104,7 +113,9 @@ async def test_memory_ahead_is_not_for_other_numbers_of_pages_nor_after_a_quota(
 @contextlib.contextmanager
 def full_but_for_one_ahead() -> Iterator[tuple[PoolProcess, umbp.Namespace, int]]:
     """A small pool where all pages are stored but one, which the client has ahead: pool, namespace, how many are stored."""
-    with PoolProcess("--watermark-high", "1.0", "--watermark-low", "0.99", "--lease-share", "1.0", dram="1MiB") as server:
+    options = ("--watermark-high", "1.0", "--watermark-low", "0.99", "--lease-share", "1.0")
+    with PoolProcess(*options, dram="1MiB") as server, pytest.MonkeyPatch.context() as patch:
+        patient(patch)
         count = server.ready["dram_bytes"] // SIZE - 1
         with umbp.connect(server.socket) as pool:
             space = pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -13,14 +14,17 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.client.test_contract import Plain, until
-from tests.field.people import SLACK_SECONDS, Child, Wire, bytes_of, eventually, keys_of, open_namespace, values_of
+from tests.client.test_contract import Plain
+from tests.field.people import SLACK_SECONDS, Child, Wire, becomes, bytes_of, eventually, keys_of, open_namespace, values_of
 from tests.pools import PoolProcess
 from umbp import Layout, ReadStatus, Tier, WriteStatus
+from umbp.client import fetches
 from umbp.store import segment
 from umbp.types import NOWHERE, PrefetchState
 
 SIZE = 64 << 10
+SUSPECT_SECONDS = 1.0  # of a place that has failed once
+WHILE_SUSPECT = (0, 200, 400, 600)  # other places, where the time is over before the second question
 HIT, MISS, BUSY, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.BUSY, ReadStatus.FAILED
 
 
@@ -28,6 +32,23 @@ HIT, MISS, BUSY, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.BUSY, Read
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the sources were asked to read."""
     return tmp_path_factory.mktemp("sourced") / "log"
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to come does, however busy the machine is."""
+    monkeypatch.setattr(fetches, "FETCH_SECONDS", 30.0)
+
+
+@contextlib.contextmanager
+def held_up(log: Path) -> Iterator[None]:
+    """The pages 12000 to 12999 do not come before the end of the block."""
+    gate = log.with_name(f"{log.name}.gate")
+    gate.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        gate.touch()
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +69,7 @@ async def pool(request: pytest.FixtureRequest, server: PoolProcess) -> AsyncIter
         status = await made.status()
         return [status[name] for name in ("reservations", "being_written", "abandoned", "leases")] == [0] * 4
 
-    await until(clean)
+    await becomes(clean, "nothing is left")
     await made.close()
 
 
@@ -100,8 +121,14 @@ async def test_a_place_that_fails_is_excluded_and_the_other_asked(space: Any, lo
     assert same(out, *numbers)  # near's bytes of 4001 did not match their checksum: they were never seen by anybody
     asked = log.read_text().split("\n")[:-1]
     assert sorted(asked) == sorted(f"{name} {number}" for name in ("near", "far") for number in numbers)
-    assert (await space.get(keys_of(2002 + face), out[:1])).all(HIT)
-    assert f"near {2002 + face}" not in log.read_text()  # that place is not asked for a while
+    for hundreds in WHILE_SUSPECT:
+        began = time.monotonic()
+        for number in (2003, 2004):
+            assert (await space.get(keys_of(number + face + hundreds), out[:1])).all(HIT)
+        if time.monotonic() - began < SUSPECT_SECONDS:
+            assert f"near {2004 + face + hundreds}" not in log.read_text()  # that place is not asked for a while
+            return
+    raise AssertionError("this machine is too busy to ask twice within a second")
 
 
 async def test_what_came_before_the_source_failed_is_there(space: Any, face: int) -> None:
@@ -113,35 +140,46 @@ async def test_what_came_before_the_source_failed_is_there(space: Any, face: int
 
 
 async def test_pages_that_only_a_failed_place_has_are_a_quick_miss(space: Any, log: Path, face: int) -> None:
-    assert await space.get(keys_of(9001 + face), buffer(1)) == [FAILED]
-    assert await space.get(keys_of(9002 + face), buffer(1)) == [MISS]
-    assert f"near {9002 + face}" not in log.read_text()
+    for hundreds in WHILE_SUSPECT:
+        began = time.monotonic()
+        assert await space.get(keys_of(9001 + face + hundreds), buffer(1)) == [FAILED]
+        second = await space.get(keys_of(9002 + face + hundreds), buffer(1))
+        if time.monotonic() - began < SUSPECT_SECONDS:
+            assert second == [MISS]
+            assert f"near {9002 + face + hundreds}" not in log.read_text()
+            return
+    raise AssertionError("this machine is too busy to ask twice within a second")
 
 
 async def test_a_place_that_never_answers_costs_its_share_of_the_time(space: Any, face: int) -> None:
     await space.put(keys_of(1), values_of([1], SIZE))
     out = buffer(3)
     began = time.monotonic()
-    assert await space.get(keys_of(1, 6001 + face, 8001 + face), out, deadline=1.0) == [HIT, HIT, FAILED]
-    assert time.monotonic() - began < 1.0 + SLACK_SECONDS
+    assert await space.get(keys_of(1, 6001 + face, 8001 + face), out, deadline=2.0) == [HIT, HIT, FAILED]
+    assert time.monotonic() - began < 2.0 + SLACK_SECONDS
     assert same(out[:2], 1, 6001 + face)  # the other place had time enough
 
 
 async def test_partial_results_at_the_deadline(space: Any) -> None:
     numbers = [*range(7000, 7100), 1001]  # 6 MiB of slow pages: reads of a MiB, two at a time, take 1.2 s
-    out = buffer(len(numbers))
-    statuses = await space.get(keys_of(*numbers), out, deadline=0.5)
-    hits = np.flatnonzero(statuses.where(HIT))
-    assert statuses[-1] == HIT
-    assert 1 < len(hits) < len(numbers)
-    assert same(out[hits], *np.array(numbers)[hits].tolist())
-    assert statuses.all(HIT, BUSY)
+    for tenths in range(5, 30):  # as soon as this machine brings some
+        out = buffer(len(numbers))
+        statuses = await space.get(keys_of(*numbers), out, deadline=tenths / 10)
+        hits = np.flatnonzero(statuses.where(HIT))
+        assert same(out[hits], *np.array(numbers)[hits].tolist())
+        assert statuses.all(HIT, BUSY)
+        if statuses[-1] == HIT and 1 < len(hits) < len(numbers):
+            return
+        await space.remove(keys_of(*numbers))
+    raise AssertionError("it was all or nothing at every deadline")
 
 
 async def test_memory_that_may_still_be_written_to_is_nobody_s(space: Any, pool: Any, face: int) -> None:
     numbers = range(10_000 + face, 10_020 + face)
+    began = time.monotonic()
     assert (await space.get(keys_of(*numbers), buffer(20))).all(FAILED)
-    assert (await pool.status())["being_written"] > 0  # what had begun; the rest is not begun after that
+    being_written = (await pool.status())["being_written"]  # what had begun; the rest is not begun after that
+    assert being_written > 0 or time.monotonic() - began > 1.0
     out = buffer(50)
     for start in range(0, 400, 50):  # through all of the memory, while it is written to
         others = range(start, start + 50)
@@ -173,7 +211,7 @@ async def test_prefetch_and_its_status(space: Any) -> None:
         async def over() -> bool:
             return bool((await space.prefetch_status(name)).over)
 
-        await until(over)
+        await becomes(over, "it is over")
         return await space.prefetch_status(name)
 
     first = await space.prefetch(keys_of(1001, 1002, 404), request_id="r1")
@@ -190,7 +228,7 @@ async def test_prefetch_and_its_status(space: Any) -> None:
     assert (named.state, named.there.all()) == (PrefetchState.READY, True)
     assert (await space.prefetch(keys_of(404), request_id="r2")).request_id == "r2"
     assert (await ended("r2")).state == PrefetchState.FAILED
-    await space.prefetch(keys_of(8001, 1003), request_id="r3", deadline=0.3)
+    await space.prefetch(keys_of(8001, 1003), request_id="r3", deadline=1.5)
     assert (await ended("r3")).state in (PrefetchState.EXPIRED, PrefetchState.PARTIAL)
     assert (await space.lookup(keys_of(1003))).all()
 
@@ -215,47 +253,50 @@ async def on_its_way(pool: Any) -> None:
     async def begun() -> bool:
         return bool((await pool.status())["being_written"])
 
-    await until(begun)
+    await becomes(begun, "a fetch has begun")
 
 
-async def test_a_flush_while_pages_are_on_their_way(pool: Any, space: Any, face: int) -> None:
+async def test_a_flush_while_pages_are_on_their_way(pool: Any, space: Any, face: int, log: Path) -> None:
     async def get() -> Any:
         call = asyncio.to_thread(space._inner.get, keys, buffer(1)) if isinstance(space, Plain) else space.get(keys, buffer(1))
         return await call
 
-    keys = keys_of(7200 + face)
-    task = asyncio.ensure_future(get())
-    await on_its_way(pool)
-    await space.flush()
+    keys = keys_of(12_000 + face)
+    with held_up(log):
+        task = asyncio.ensure_future(get())
+        await on_its_way(pool)
+        await space.flush()
     assert (await task).all(MISS)
     assert not (await space.lookup(keys)).any()
 
 
-async def test_cancelled_while_it_waits_leaves_nothing(server: PoolProcess) -> None:
+async def test_cancelled_while_it_waits_leaves_nothing(server: PoolProcess, log: Path) -> None:
     async with await umbp.connect_async(server.socket) as pool:
         space = await pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE), tenant="cancelled")
-        task = asyncio.ensure_future(space.get(keys_of(7300), buffer(1)))
-        await on_its_way(pool)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (await pool.status())["leases"] == 0
-        assert (await space.get(keys_of(7300), buffer(1))).all(HIT)  # its fetch went on, or begins again
+        with held_up(log):
+            task = asyncio.ensure_future(space.get(keys_of(12_300), buffer(1)))
+            await on_its_way(pool)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert (await pool.status())["leases"] == 0
+        assert (await space.get(keys_of(12_300), buffer(1))).all(HIT)  # its fetch went on, or begins again
 
 
-def test_a_client_that_dies_while_it_waits_leaves_nothing(server: PoolProcess) -> None:
+def test_a_client_that_dies_while_it_waits_leaves_nothing(server: PoolProcess, log: Path) -> None:
     def wait(child: Child, socket: str) -> None:
         space = open_namespace(umbp.connect(socket), SIZE, tenant="dies")
         child.say("waiting")
-        space.get(keys_of(*range(7400, 7440)), buffer(40))
+        space.get(keys_of(*range(12_400, 12_440)), buffer(40))
         child.say("not killed")
 
     with Child(wait, server.socket) as child, umbp.connect(server.socket) as pool:
-        assert child.hear() == "waiting"
-        eventually(lambda: pool.status()["being_written"], "the fetch has begun")
-        child.kill()
+        with held_up(log):
+            assert child.hear() == "waiting"
+            eventually(lambda: pool.status()["being_written"], "the fetch has begun")
+            child.kill()
         eventually(lambda: not pool.status()["being_written"], "its pages have come or were given up")
-        assert pool.status()["leases"] == pool.status()["reservations"] == 0
+        eventually(lambda: (s := pool.status())["leases"] == s["reservations"] == 0, "nothing is held any more")
 
 
 def test_a_page_that_a_client_is_writing_is_waited_for(server: PoolProcess) -> None:
@@ -270,22 +311,23 @@ def test_a_page_that_a_client_is_writing_is_waited_for(server: PoolProcess) -> N
         time.sleep(0.05)
         assert not said
         assert writer.commit(number, len(ids)).tolist() == [WriteStatus.STORED]
-        thread.join(5)
+        thread.join(60)
         assert said[0].all(HIT)
         assert (out == 9).all()  # the client's bytes, not another copy of the source's
         mapped.close()
 
 
-def test_a_pool_that_is_killed_while_pages_are_on_their_way_forgets_them(log: Path) -> None:
-    with PoolProcess(module="tests.sourced", dram="16MiB") as server, umbp.connect(server.socket) as pool:
+def test_a_pool_that_is_killed_while_pages_are_on_their_way_forgets_them(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOURCED_LOG", str(log))
+    with held_up(log), PoolProcess(module="tests.sourced", dram="16MiB") as server, umbp.connect(server.socket) as pool:
         space = open_namespace(pool, SIZE)
         said: list[Any] = []
-        numbers = range(7600, 7664)
+        numbers = range(12_600, 12_664)
         thread = threading.Thread(target=lambda: said.append(space.get(keys_of(*numbers), buffer(64), deadline=5.0)))
         thread.start()
         eventually(lambda: pool.status()["being_written"], "the fetch has begun")
         server.kill()
-        thread.join(10)
+        thread.join(60)
         assert said[0].all(BUSY, HIT)
         server.restart()
         eventually(lambda: pool.connected, "the client is back")
@@ -306,7 +348,7 @@ def test_pages_that_only_pass_through_are_gone_after_their_use(options: tuple[st
         assert space.get(keys_of(*range(1000, 1020)), out).all(HIT)
         assert same(out, *range(1000, 1020))
         eventually(lambda: not space.lookup(keys_of(*range(1000, 1020))).any(), "they are gone")
-        assert pool.status()["used_bytes"] == stored
+        eventually(lambda: pool.status()["used_bytes"] == stored, "their memory too")
 
 
 def test_more_than_fits_evicts_and_never_waits_for_ever(server: PoolProcess) -> None:
@@ -314,7 +356,7 @@ def test_more_than_fits_evicts_and_never_waits_for_ever(server: PoolProcess) -> 
         space = open_namespace(pool, SIZE, tenant="more than fits")
         numbers = range(1000, 1400)  # 25 MiB into 16
         out = buffer(400)
-        statuses = space.get(keys_of(*numbers), out)
+        statuses = space.get(keys_of(*numbers), out, deadline=5.0)
         hits = np.flatnonzero(statuses.where(HIT))
         assert len(hits) > 100
         assert same(out[hits], *(1000 + hits).tolist())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import SLACK_SECONDS, bytes_of, keys_of, values_of
+from tests.field.people import SLACK_SECONDS, bytes_of, eventually, keys_of, values_of
 from tests.pools import PoolProcess
 
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
@@ -31,7 +31,7 @@ def server() -> Iterator[PoolProcess]:
 def pool(server: PoolProcess) -> Iterator[umbp.Pool]:
     with umbp.connect(server.socket) as client:
         yield client
-        assert client.status()["leases"] == 0
+        eventually(lambda: client.status()["leases"] == 0, "nothing is held any more")
 
 
 def cache_of() -> Cache:
@@ -67,8 +67,8 @@ def test_what_does_not_come_in_time_is_missing_and_the_rest_is_there(pool: umbp.
     space.put(keys_of(1), values_of([1], SIZE))
     with umbp.Loader(space, cache.tensors) as loader:
         began = time.monotonic()
-        done = loader.load(keys_of(1, 8001, 1001), [1, 2, 3], deadline=1.0).finish()
-        assert time.monotonic() - began < 1.0 + SLACK_SECONDS
+        done = loader.load(keys_of(1, 8001, 1001), [1, 2, 3], deadline=2.0).finish()
+        assert time.monotonic() - began < 2.0 + SLACK_SECONDS
     assert done.missing.tolist() == [1]
     assert holds(cache, 1, 1)
     assert holds(cache, 1001, 3)
