@@ -66,7 +66,7 @@ class Engine:
         tensors = {"latent": self.kv}
         layout = umbp.Layout.of(tensors, page_tokens=TOKENS)
         namespace = pool.namespace(model="demo", page_tokens=TOKENS, layout=layout, replicated=True)
-        group = umbp.Group("tp", rank, shape.ranks, meet_seconds=0.5, patience_seconds=2.0, staging_bytes=16 << 20)
+        group = umbp.Group("tp", rank, shape.ranks, meet_seconds=1.0, patience_seconds=20.0, staging_bytes=16 << 20)
         self.loader = umbp.Loader(namespace, tensors, group, copy_threads=1)
         self.keys = umbp.page_keys(shape.tokens, page_tokens=TOKENS)
 

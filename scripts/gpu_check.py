@@ -59,7 +59,7 @@ class Engine:
         layout = umbp.Layout.of(tensors, page_tokens=TOKENS)
         namespace = self.pool.namespace(model="gpu_check", page_tokens=TOKENS, layout=layout, replicated=True)
         os.environ["UMBP_LOAD"] = way
-        group = umbp.Group("check", rank, world, meet_seconds=0.5, patience_seconds=1.0, staging_bytes=STAGING_BYTES[device])
+        group = umbp.Group("check", rank, world, meet_seconds=1.0, patience_seconds=20.0, staging_bytes=STAGING_BYTES[device])
         self.alone = umbp.Loader(namespace, tensors, copy_threads=1)
         self.together = umbp.Loader(namespace, tensors, group, copy_threads=1)
         self.keys = umbp.page_keys(np.arange(pages * TOKENS, dtype=np.uint32), page_tokens=TOKENS)

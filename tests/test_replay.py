@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 import umbp
+from tests.field.people import eventually
 from tests.pools import ROOT, PoolProcess
 from umbp.client.http import PoolHttp
 from umbp.replay.audit import NOTHING_LEFT, leaks, wait_quiet
@@ -121,15 +121,17 @@ def start_command(pool: PoolProcess, *options: str) -> subprocess.Popen[str]:
 
 
 def wait_engines(pool: PoolProcess, wanted: int) -> None:
-    http, deadline = PoolHttp(pool.socket), time.monotonic() + 15
-    while [session["client"] for session in http.get("/v1/sessions")["sessions"]].count("umbp replay") != wanted:
-        assert time.monotonic() < deadline, http.get("/v1/sessions")
-        time.sleep(0.02)
+    http = PoolHttp(pool.socket)
+
+    def there() -> int:
+        return [session["client"] for session in http.get("/v1/sessions")["sessions"]].count("umbp replay")
+
+    eventually(lambda: there() == wanted, lambda: f"{wanted} engines: {http.get('/v1/sessions')}")
 
 
 def test_the_command_prints_a_table_and_ends_with_zero(pool: PoolProcess) -> None:
     with start_command(pool, "--sessions", "1", "--requests", "3", "--page-bytes", "1KiB") as command:
-        out, err = command.communicate(timeout=30)
+        out, err = command.communicate(timeout=120)
     assert (command.returncode, err) == (0, "")
     assert "wrong pages  0" in out
     assert "left behind  nothing" in out
@@ -146,10 +148,10 @@ def test_the_command_counts_in_json_and_ends_with_one_after_a_wrong_byte(pool: P
         keys = block_keys(TraceRequest(0, "", "main", ids, 0, 0, 512), seed=60)
         namespace.put(keys[:1], np.zeros((1, 1024), np.uint8))
     with start_command(pool, *options) as command:
-        report = json.loads(command.communicate(timeout=30)[0])
+        report = json.loads(command.communicate(timeout=120)[0])
     assert (command.returncode, report["requests"], report["wrong_pages"], report["leaks"]) == (1, 2, 2, [])
     with start_command(pool, *options, "--fresh") as command:
-        report = json.loads(command.communicate(timeout=30)[0])
+        report = json.loads(command.communicate(timeout=120)[0])
     assert (command.returncode, report["wrong_pages"], report["hit_tokens"]) == (0, 0, 1024)
 
 
@@ -157,7 +159,7 @@ def test_ctrl_c_ends_with_the_table_of_what_was_done(pool: PoolProcess) -> None:
     with start_command(pool, "--time-scale", "1", "--page-bytes", "256B", "--seed", "70") as command:
         wait_engines(pool, 1)
         command.send_signal(signal.SIGINT)
-        out, err = command.communicate(timeout=30)
+        out, err = command.communicate(timeout=120)
     assert (command.returncode, err) == (130, "")
     assert "by Ctrl-C" in out
     assert "wrong pages  0" in out
@@ -168,7 +170,7 @@ def test_engines_do_not_outlive_a_driver_that_is_killed(pool: PoolProcess) -> No
     with start_command(pool, "--time-scale", "1", "--page-bytes", "256B", "--processes", "2", "--seed", "80") as command:
         wait_engines(pool, 2)
         command.kill()
-        command.communicate(timeout=30)
+        command.communicate(timeout=120)
     wait_engines(pool, 0)
 
 

@@ -33,7 +33,7 @@ def parsed(line: str) -> tuple[int, bool, list[int]]:
 def run(pool: str) -> tuple[int, bool, list[int]]:
     """The script as a process of its own."""
     environ = {**os.environ, "UMBP_POOL": pool, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(SCRIPT)], env=environ, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, str(SCRIPT)], env=environ, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return parsed(done.stdout)
 

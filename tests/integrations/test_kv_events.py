@@ -38,7 +38,7 @@ class Listener:
         self.probes += 1
         return self.take(0.01) is not None
 
-    def take(self, seconds: float = 10.0) -> Any:
+    def take(self, seconds: float = 60.0) -> Any:
         """The next batch that is not a probe, or None."""
         while self.socket.poll(int(seconds * 1000)):
             _, number, payload = self.socket.recv_multipart()
@@ -102,7 +102,7 @@ def test_what_was_missed_is_sent_again(publisher: Publisher, listener: Listener)
     first = listener.batches[-5][0]
     context = zmq.Context()
     asker = context.socket(zmq.REQ)
-    asker.setsockopt(zmq.RCVTIMEO, 10_000)
+    asker.setsockopt(zmq.RCVTIMEO, 60_000)
     asker.connect(publisher.replay_endpoint)
     asker.send((first + 3).to_bytes(8, "big"))
     number, payload = asker.recv_multipart()

@@ -16,6 +16,7 @@ import pytest
 
 import umbp
 from tests.field.people import Child, eventually
+from tests.masters import free_port
 from tests.pools import PoolProcess
 from umbp.client.http import PoolHttp
 from umbp.errors import InvalidRequest, UmbpError
@@ -230,7 +231,7 @@ def test_noise_is_no_end(world: World) -> None:
 
 
 def test_a_real_master_knows_where_pages_are_and_is_told_again_when_it_restarts() -> None:
-    with PoolProcess(dram="8MiB") as pool:
+    with PoolProcess("--http", f"127.0.0.1:{free_port()}", dram="8MiB") as pool:
         publisher = Publisher("tcp://127.0.0.1:*", replay="tcp://127.0.0.1:*")
         source = Source(publisher.endpoint, "engine-7", pool.name, NAMESPACE, publisher.replay_endpoint, page_bytes=1 << 20)
         feed = Feed(source, pool.http)
@@ -249,7 +250,7 @@ def test_a_real_master_knows_where_pages_are_and_is_told_again_when_it_restarts(
         eventually(lambda: hbm_keys() == 6, "the master knows all pages")
         publisher.publish(BlockRemoved(hashes_of(keys[4:]), "GPU"))
         eventually(lambda: hbm_keys() == 4, "and what was removed")
-        pool.restart("--http", pool.http.removeprefix("http://"))
+        pool.restart()
         assert hbm_keys() == 0
         publisher.publish(BlockRemoved(hashes_of(keys[3:4]), "GPU"))
         eventually(lambda: hbm_keys() in (0, 3), "a change reaches the new one")
@@ -279,13 +280,13 @@ def test_an_engine_that_is_gone_holds_nothing(end: int, monkeypatch: pytest.Monk
         engine.say(next(said))  # again and again: a subscription takes a moment, and what was published before it is lost
         return bool(master.tiers["hbm"])
 
-    with Child(_engine, "tcp://127.0.0.1:*") as engine:
+    with Child(_engine, f"tcp://127.0.0.1:{free_port()}") as engine:
         endpoint = engine.hear()
         feed = Feed(Source(endpoint, "node7-a.0", "node7-a", NAMESPACE), master.url)
         eventually(lambda: holds(engine), "its pages are known")
         engine.signal(end)
         eventually(lambda: not master.tiers["hbm"], "they are forgotten")
-        assert feed.lost == 1
+        eventually(lambda: feed.lost >= 1, "that is counted")  # on a busy machine it may have been silent before too
     with Child(_engine, endpoint) as engine:
         assert engine.hear() == endpoint
         eventually(lambda: holds(engine), "and known again when it is back")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_demo_loads_each_page_once_and_finds_what_was_stored(tmp_path: Path) -> None:
     picture = tmp_path / "timeline.png"
     command = [sys.executable, "scripts/demo_group.py", "--pages", "16", "--layers", "3", "--ranks", "2", "--png", str(picture)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "each page left the pool's memory 1.00 times, not 2." in done.stdout
     assert "are those from before the kill" in done.stdout

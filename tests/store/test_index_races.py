@@ -329,7 +329,7 @@ def race(tmp_path, kind: type[IndexWriter], seed: int, seconds: float) -> tuple[
         told = [answers.get(timeout=2 * LONG_SECONDS) for _ in readers]
     finally:
         for reader in readers:
-            reader.join(10)
+            reader.join(60)
             if reader.is_alive():
                 reader.kill()
                 reader.join()

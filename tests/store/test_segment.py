@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.field.people import eventually
 from umbp.errors import Conflict, OutOfMemory, SegmentError
 from umbp.store import memory, segment
 from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, buckets_for, place_word
@@ -263,9 +264,7 @@ def test_a_killed_owner_leaves_a_leftover_and_a_living_one_none(folder: str, tmp
     owner = multiprocessing.get_context("fork").Process(target=hold, args=(folder, str(ready)))
     owner.start()
     try:
-        while not ready.exists():
-            assert owner.is_alive()
-            time.sleep(0.005)
+        eventually(ready.exists, "it owns the name")
         path = Path(folder, file_stem("a") + ".segment")
         assert leftovers(folder) == []
         assert reclaim(path) == 0
@@ -287,8 +286,11 @@ def test_a_lock_whose_owner_died_before_it_had_a_segment_is_a_leftover_too(folde
     assert os.listdir(folder) == []
 
 
+STARTERS = 4
+
+
 def compete(folder: str, go: float, answers: multiprocessing.Queue) -> None:
-    """Reclaim what is dead, as every starting pool does, then own the name, and say so while owning it."""
+    """Reclaim what is dead, as every starting pool does, then own the name, and say so while owning it: until all others were refused."""
     while time.monotonic() < go:
         pass
     for path in leftovers(folder):
@@ -296,11 +298,12 @@ def compete(folder: str, go: float, answers: multiprocessing.Queue) -> None:
     try:
         lock = OwnerLock(folder, "a")
     except Conflict:
+        Path(folder, f"refused-{os.getpid()}").touch()
         answers.put("conflict")
         return
     holder = os.open(os.path.join(folder, "holder"), os.O_CREAT | os.O_EXCL)  # fails if another owns the name too
     make(folder)
-    time.sleep(1.2)
+    eventually(lambda: len(list(Path(folder).glob("refused-*"))) == STARTERS - 1, "the others were refused")
     os.close(holder)
     os.unlink(os.path.join(folder, "holder"))
     answers.put("owner" if Path(lock.path).exists() else "owner of a lock that is gone")
@@ -312,10 +315,10 @@ def test_of_pools_that_start_at_once_over_a_leftover_one_wins(folder: str, round
     make(folder)
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
-    starters = [context.Process(target=compete, args=(folder, time.monotonic() + 0.2, answers)) for _ in range(4)]
+    starters = [context.Process(target=compete, args=(folder, time.monotonic() + 0.2, answers)) for _ in range(STARTERS)]
     for starter in starters:
         starter.start()
-    told = sorted(answers.get(timeout=30) for _ in starters)
+    told = sorted(answers.get(timeout=90) for _ in starters)
     for starter in starters:
         starter.join()
     assert told == ["conflict"] * 3 + ["owner"], round_number

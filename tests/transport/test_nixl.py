@@ -49,7 +49,7 @@ def nodes() -> Iterator[Nodes]:
                 client.close()
 
 
-def got(space: Any, numbers: range, deadline: float = 5.0) -> Any:
+def got(space: Any, numbers: range, deadline: float = 30.0) -> Any:
     out = np.zeros((len(numbers), SIZE), np.uint8)
     statuses = space.get(keys_of(*numbers), out, deadline=deadline)
     hits = np.flatnonzero(statuses.where(HIT))
@@ -98,8 +98,8 @@ def test_a_frozen_peer_is_bounded_and_its_late_bytes_harm_nobody(nodes: Nodes) -
     nodes.a.signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        statuses = got(mine, numbers, 0.6)
-        assert time.monotonic() - began < 0.6 + SLACK_SECONDS
+        statuses = got(mine, numbers, 1.0)
+        assert time.monotonic() - began < 1.0 + SLACK_SECONDS
         assert statuses[0] == HIT
     finally:
         nodes.a.signal(signal.SIGCONT)

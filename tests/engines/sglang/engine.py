@@ -25,7 +25,7 @@ from tests.engines.sglang.kinds import MODELS
 from tests.engines.sglang.models import Model
 from tests.field.people import eventually
 
-WAIT_SECONDS_MAX = 20.0
+WAIT_SECONDS_MAX = 60.0
 CONFIG = {"linker": "UMBPLinker", "linker_module_path": "umbp.integrations.sglang"}
 
 

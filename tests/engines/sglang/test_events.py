@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from sglang.srt.mem_cache.utils import hash_str_to_int64
 import umbp
 from tests.engines.sglang.engine import Engine, configured, prompt
 from tests.field.people import eventually
+from tests.masters import free_port
 from tests.pools import PoolProcess
 from umbp.client.http import PoolHttp
 from umbp.integrations.kv_feed import Feed, Source
@@ -51,12 +51,6 @@ class Router:
 
     def close(self) -> None:
         self.context.destroy(linger=0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_a_router_knows_what_the_pool_holds(server: PoolProcess) -> None:

@@ -29,7 +29,7 @@ def work(child: Child, socket: str, kind: str, rank: int, world: int, store: str
     group = None
     if world > 1:
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=30)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
         )
         group = torch.distributed.group.WORLD
     if settings.pop("context", False):  # the ranks are of one context-parallel group

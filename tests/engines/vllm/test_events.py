@@ -87,7 +87,7 @@ def test_stored_and_evicted_blocks_of_the_pool_are_told(subscribed: tuple[World,
 def quota(server: PoolProcess, row: int, size: int) -> None:
     url, body = f"{server.http}/v1/namespaces/{row}/quota", json.dumps({"quota": size}).encode()
     request = urllib.request.Request(url, body, {"content-type": "application/json"}, method="PUT")
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.status == 200
 
 
