@@ -20,7 +20,7 @@ import numpy.typing as npt
 from umbp.errors import ProtocolError
 from umbp.types import KEY_BYTES
 
-VERSION = 2
+VERSION = 3
 FRAME_BYTES_MAX = 8 << 20  # 65,536 keys with ids, versions and sums are 3.4 MiB
 HEADER_BYTES_MAX = 64 << 10
 BATCH_MAX = 1024  # keys of one call that costs the pool a few microseconds a key: some ms is the longest that it is away from others
@@ -97,6 +97,8 @@ class UseSpare(Message, frozen=True, tag="use_spare"):
     """These keys are being filled into the first n pages of the spare memory ``spare``; its `Commit`, of n items, must follow.
 
     No reply: the commit's has a status for each key, and says if the memory could not be used for them. Arrays: keys u8[n, 32].
+    It must have been handed to the kernel before the client looks whether the memory is recalled (`umbp.core.spares`), and that before the
+    first byte is written.
     """
 
     row: Row

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,10 +15,12 @@ import pytest
 
 import umbp
 from tests.client.test_contract import Plain
-from tests.field.people import becomes, keys_of, values_of
+from tests.field.people import Wire, becomes, bytes_of, keys_of, values_of
 from tests.pools import PoolProcess
-from umbp import Layout, ReadStatus
+from umbp import Layout, ReadStatus, WriteStatus, wire
 from umbp.client import link
+from umbp.client.steps import Call
+from umbp.store import segment
 
 SIZE = 16 << 10
 
@@ -111,26 +115,71 @@ async def test_memory_ahead_is_not_for_other_numbers_of_pages_nor_after_a_quota(
 
 
 @contextlib.contextmanager
+def small_pool() -> Iterator[tuple[PoolProcess, umbp.Namespace]]:
+    """A pool of 1 MiB that evicts nothing before it is full, and a namespace of a client of it."""
+    options = ("--watermark-high", "1.0", "--watermark-low", "0.99", "--lease-share", "1.0")
+    with PoolProcess(*options, dram="1MiB") as server, umbp.connect(server.socket) as pool:
+        yield server, pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE))
+
+
+@contextlib.contextmanager
 def full_but_for_one_ahead() -> Iterator[tuple[PoolProcess, umbp.Namespace, int]]:
     """A small pool where all pages are stored but one, which the client has ahead: pool, namespace, how many are stored."""
-    options = ("--watermark-high", "1.0", "--watermark-low", "0.99", "--lease-share", "1.0")
-    with PoolProcess(*options, dram="1MiB") as server, pytest.MonkeyPatch.context() as patch:
+    with small_pool() as (server, space), pytest.MonkeyPatch.context() as patch:
         patient(patch)
         count = server.ready["dram_bytes"] // SIZE - 1
-        with umbp.connect(server.socket) as pool:
-            space = pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE))
-            for number in range(count):
-                assert space.put(keys_of(number), values_of([number], SIZE))[0].code == "stored"
-            yield server, space, count
+        for number in range(count):
+            assert space.put(keys_of(number), values_of([number], SIZE))[0].code == "stored"
+        assert f"umbp_spare_bytes {SIZE}.0" in http(f"{server.http}/metrics"), "none was given: this shows nothing"
+        yield server, space, count
+
+
+def test_memory_that_another_has_ahead_is_no_reason_to_refuse_a_put() -> None:
+    """It is taken back at once, and who had it finds that out before its next put writes a byte."""
+    with full_but_for_one_ahead() as (server, space, count), umbp.connect(server.socket) as other:
+        theirs = other.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE))
+        with theirs.lease(keys_of(*range(count))) as lease:
+            assert lease.held.all()
+            assert [each.code for each in theirs.put(keys_of(100, 101), values_of([100, 101], SIZE))] == ["stored", "all_leased"]
+            with theirs.lease(keys_of(100)) as last:
+                assert [each.code for each in space.put(keys_of(102), values_of([102], SIZE))] == ["all_leased"]
+                assert (last.view(0) == values_of([100], SIZE)[0]).all()
+        assert [each.code for each in space.put(keys_of(102), values_of([102], SIZE))] == ["stored"]
+
+
+def test_memory_of_which_its_client_has_said_that_it_is_filled_is_not_taken_back() -> None:
+    """Said, but not read by the pool yet: whichever of the two messages it reads first, the one that writes keeps its memory."""
+    with small_pool() as (server, space), Wire(server.socket, SIZE) as session, Wire(server.socket, SIZE) as rival:
+        stored = range(server.ready["dram_bytes"] // SIZE - 2)
+        assert {each.code for each in space.put(keys_of(*stored), values_of(stored, SIZE))} == {"stored"}
+        number, _, _, _ = session.reserve(keys_of(100))
+        reply, blob = session.ask(wire.Commit(number, 1, spare=1), np.ones(1, np.uint8))
+        assert blob.take(np.uint8, reply.n).tolist() == [WriteStatus.STORED]
+        (offset,) = blob.take(np.int64, reply.k).tolist()
+        mapped = segment.attach(session.welcome.segment, owner=False)
+        with space.lease(keys_of(*stored, 100)) as lease, ThreadPoolExecutor(1) as thread:
+            assert lease.held.all()
+            server.signal(signal.SIGSTOP)
+            try:
+                use = wire.UseSpare(session.row, session.namespace_number(), 1, reply.spare)
+                session.connection.send(Call(use, (keys_of(101),)))
+                asked = thread.submit(rival.reserve, keys_of(102))
+                mapped.data.array[offset : offset + SIZE] = bytes_of(101, SIZE)
+            finally:
+                server.signal(signal.SIGCONT)
+            assert asked.result()[1].tolist() == [WriteStatus.ALL_LEASED]
+            assert session.commit(reply.spare, 1).tolist() == [WriteStatus.STORED]
+        mapped.close()
+        out = buffer(1)
+        assert space.get(keys_of(101), out).all(ReadStatus.HIT)
+        assert (out[0] == bytes_of(101, SIZE)).all()
 
 
 def test_memory_ahead_is_no_reason_to_refuse_a_put() -> None:
     """All but what this client has ahead is leased: a put of another number of pages gets that too."""
-    with full_but_for_one_ahead() as (server, space, count):
-        assert f"umbp_spare_bytes {SIZE}.0" in http(f"{server.http}/metrics"), "none was given: this shows nothing"
-        with space.lease(keys_of(*range(count))) as lease:
-            assert lease.held.all()
-            assert [each.code for each in space.put(keys_of(100, 101), values_of([100, 101], SIZE))] == ["stored", "all_leased"]
+    with full_but_for_one_ahead() as (_, space, count), space.lease(keys_of(*range(count))) as lease:
+        assert lease.held.all()
+        assert [each.code for each in space.put(keys_of(100, 101), values_of([100, 101], SIZE))] == ["stored", "all_leased"]
 
 
 def test_memory_that_is_given_back_for_a_put_costs_none_of_its_pages() -> None:

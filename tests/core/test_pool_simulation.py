@@ -22,6 +22,12 @@ class Model:
         self.spares: dict[int, tuple[int, int, int, float, np.ndarray]] = {}  # session, index of size, pages, expires, offsets
         self.used: dict[int, tuple[int, int, list[int], float, bool, np.ndarray]] = {}  # as `writes`; whether it fits, what is filled
         self.leases: dict[int, tuple[int, np.ndarray, np.ndarray, float]] = {}  # lease -> session, ids, versions, expires
+        self.recalled: dict[int, int] = {}  # session -> up to which number its memory ahead is recalled
+        self.unread: set[int] = set()  # sessions that have sent what the pool has not read yet
+
+    def recall(self, session: int, number: int) -> bool:
+        self.recalled[session] = number
+        return session not in self.unread
 
 
 class Run:
@@ -34,7 +40,8 @@ class Run:
         self.model = Model()
         self.now = 1000.0
         self.memory = np.zeros(1 << 20, np.uint8)
-        self.evicted = self.spares_used = 0
+        self.evicted = self.spares_used = self.spares_recalled = 0
+        self.pool.spares.recall = self.model.recall
 
     @property
     def pool(self):
@@ -53,7 +60,9 @@ class Run:
         for key, status in zip(keys, made.status.tolist(), strict=True):
             if status == WriteStatus.EXISTS:
                 assert (row, key) in self.model.values
-        for _, _, _, _, theirs in self.model.spares.values():
+        for number, (owner, _, _, _, theirs) in self.model.spares.items():
+            if number <= self.model.recalled.get(owner, 0):
+                continue  # who finds this before it fills does not fill
             assert not np.isin(made.offsets, theirs).any(), "memory that its writer has and may be filling was given to another"
         for _, _, _, _, _, theirs in self.model.used.values():
             assert not np.isin(made.offsets, theirs).any(), "memory that is being filled was given to another"
@@ -92,6 +101,18 @@ class Run:
             return
         number = self.random.choice(list(self.model.spares))
         session, index, count, expires, offsets = self.model.spares.pop(number)
+        # The client sends which keys it fills and looks whether it may; the pool reads that some time later.
+        self.model.unread.add(session)
+        self.meanwhile()
+        if number <= self.model.recalled.get(session, 0):
+            self.model.unread.discard(session)
+            self.spares_recalled += 1
+            assert (self.pool.commit(self.now, session, number, np.zeros(count, bool), None) == WriteStatus.EXPIRED).all()
+            return
+        self.model.used[number] = (session, -1, [], expires, False, offsets)  # it is being filled from here on
+        self.meanwhile()
+        self.model.unread.discard(session)
+        del self.model.used[number]
         other = self.random.random() < 0.1
         shift = self.random.choice((0, 40))  # only what is new as a whole is filled ahead
         row, keys = self.rows[(index + other) % 3], [key + shift for key in self.some_keys()[: count + self.random.choice((0, 0, 0, 1))]]
@@ -100,6 +121,10 @@ class Run:
         assert not fits or (not other and len(keys) <= count and expires > self.now and len(set(keys)) == len(keys))
         self.model.used[number] = (session, row, keys, expires, fits, offsets[: len(keys)])
         self.spares_used += fits
+
+    def meanwhile(self) -> None:
+        if self.random.random() < 0.5:
+            self.reserve()
 
     def commit_used(self) -> None:
         if not self.model.used:
@@ -167,6 +192,7 @@ class Run:
         for writes in (self.model.writes, self.model.spares, self.model.used):
             for number in [number for number, write in writes.items() if write[0] == session]:
                 del writes[number]
+        self.model.recalled.pop(session, None)  # who has this number from here on is another
         if not gone:
             self.pool.writer_gone(session)
 
@@ -182,8 +208,9 @@ class Run:
         writers = {made.session for made in self.pool.writes.open.values() if len(made.ids)}
         owners = self.world.reboot(self.now)
         assert set(owners) == writers >= {write[0] for write in self.model.writes.values()}
-        for kept in (self.model.leases, self.model.writes, self.model.spares, self.model.used):
+        for kept in (self.model.leases, self.model.writes, self.model.spares, self.model.used, self.model.recalled):
             kept.clear()
+        self.pool.spares.recall = self.model.recall
         self.pool.check()
         for owner in owners:
             self.pool.writer_gone(owner)
@@ -216,7 +243,8 @@ def test_random_events_keep_all_invariants(seed: int, eviction: str) -> None:
             run.pool.check()
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, step {step}, {event.__name__}: {error}") from error
-    assert run.spares_used > 3, "the run hardly used memory ahead"
+    assert run.spares_used > 1, "the run hardly used memory ahead"
+    assert run.spares_recalled > 3, "the run hardly recalled any"
     assert run.evicted + run.pool.objects.evicted_keys > 0, "the run never evicted: it proves nothing"
 
 

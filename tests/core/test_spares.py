@@ -256,3 +256,44 @@ def test_entries_stay_reserved_while_they_get_their_keys() -> None:
     world.pool.table.name_reserved = watched
     world.pool.use_spare(0.0, 1, row, made.number, keys_of(1, 2, 3), b"", account.number)
     assert world.pool.commit(0.0, 1, made.number, np.ones(3, bool), None).tolist() == [WriteStatus.STORED] * 3
+
+
+def full_but_for_what_is_given(pages: int = 1) -> tuple[World, int, list[tuple[int, int]]]:
+    """A pool of 64 pages of which these are given to session 1, and all others are pinned; what the session is told is kept."""
+    world = World(64 * 4096, 128, watermark_high=1.0, watermark_low=0.99)
+    row = open_namespace(world.pool, "a", 4096)
+    made = world.pool.give_spare(0.0, 1, world.pool.find_namespace(row).account, pages)
+    assert made is not None
+    assert set(put(world.pool, row, *range(64 - pages), session=2)) == {"stored"}
+    world.pool.pin(0.0, 2, row, keys_of(*range(64 - pages)), 0.0, "")
+    told: list[tuple[int, int]] = []
+    return world, row, told
+
+
+def test_what_was_given_is_recalled_before_anyone_is_refused() -> None:
+    world, row, told = full_but_for_what_is_given(2)
+    (number,) = world.pool.writes.open
+
+    def recall(session: int, newest: int) -> bool:
+        told.append((session, newest))
+        return True
+
+    world.pool.spares.recall = recall
+    assert put(world.pool, row, 100, 101, session=3) == ["stored", "stored"]
+    assert told == [(1, number)]
+    world.pool.use_spare(0.0, 1, row, number, keys_of(200, 201), b"", world.pool.find_namespace(row).account.number)  # too late
+    assert world.pool.commit(0.0, 1, number, np.zeros(2, bool), None).tolist() == [WriteStatus.EXPIRED] * 2
+    world.pool.check()
+
+
+def test_what_may_be_being_filled_is_not_taken_back() -> None:
+    world, row, told = full_but_for_what_is_given()
+    (number,) = world.pool.writes.open
+    world.pool.spares.recall = lambda session, newest: bool(told.append((session, newest)))
+    assert put(world.pool, row, 100, session=3) == ["all_leased"]
+    assert told == [(1, number)]
+    world.pool.use_spare(0.0, 1, row, number, keys_of(200), b"", world.pool.find_namespace(row).account.number)
+    assert put(world.pool, row, 100, session=3) == ["all_leased"]
+    assert told == [(1, number)], "it is a write as any other by now"
+    assert world.pool.commit(0.0, 1, number, np.ones(1, bool), None).tolist() == [WriteStatus.STORED]
+    world.pool.check()

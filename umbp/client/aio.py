@@ -21,7 +21,7 @@ from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link, Opened
 from umbp.client.operations import Fill, Operations
-from umbp.client.steps import Call, Operation, Send, T, drive
+from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, drive
 from umbp.client.sync import CLOSE_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
@@ -37,6 +37,7 @@ class AsyncConnection:
         self._reader = reader
         self._writer = writer
         self._turn = asyncio.Lock()
+        writer.transport.set_write_buffer_limits(high=0)  # what is drained is with the kernel: see `send`
 
     @classmethod
     async def open(cls, path: str) -> AsyncConnection:
@@ -93,9 +94,16 @@ class AsyncConnection:
         return reply, blob
 
     async def send(self, call: Send) -> None:
-        """Send only."""
+        """Send only; when it returns the pool has it, read or unread."""
         async with self._turn:
-            self._writer.write(wire.encode(call.message, *call.arrays))
+            try:
+                async with asyncio.timeout(CALL_SECONDS_MAX):
+                    self._writer.write(wire.encode(call.message, *call.arrays))
+                    await self._writer.drain()
+            except TimeoutError:
+                raise DeadlineExceeded(f"the pool did not read within {CALL_SECONDS_MAX:.3g} s") from None
+            except OSError as error:
+                raise Unavailable(f"the connection to the pool broke ({error})") from error
 
     def close(self) -> None:
         """At once."""
@@ -194,7 +202,14 @@ class AsyncPool:
             raise Unavailable(f"no pool on {self._link.address} at the moment")
         if call.bond is not None and call.bond is not self._link.bond:
             raise Unavailable("the connection to the pool was lost")
-        await self._connection.send(call)
+        connection = self._connection
+        try:
+            await connection.send(call)
+        except Unavailable:
+            if connection is self._connection:
+                self._down()
+            self._wake.set()
+            raise
 
     async def run(self, operation: Operation[T], undo: Callable[[T], Operation[None]] | None = None) -> T:
         """Drive an operation; ``undo`` as in `drive`."""

@@ -39,7 +39,8 @@ from umbp.layout import Namespace
 from umbp.store import memory, numa, segment, ssd_table
 from umbp.store.bell import Bell
 from umbp.store.index import Found, IndexReader
-from umbp.store.segment import H_BOOT, Segment
+from umbp.store.memory import fence
+from umbp.store.segment import H_BOOT, S_RECALLED, S_SESSION, Segment
 from umbp.types import I64, U8, U64
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ SPARE_SECONDS = 1.0  # memory for the next put is given back after this long wit
 class Spare:
     """Memory for the next pages of a namespace (`umbp.core.spares`), asked for at a time, not to be begun with after ``seconds``.
 
-    Whoever takes it from its queue owns it.
+    Whoever takes it from its queue owns it, until the pool recalls it: see `recalled`.
     """
 
     bond: Bond
@@ -67,6 +68,13 @@ class Spare:
     offsets: I64
     asked: float
     seconds: float
+
+    def recalled(self) -> bool:
+        """Whether the pool wants it back, or has it back already. False, after it was told what is filled in: nothing takes it any more."""
+        fence()  # what was sent is with the pool before the number is read
+        row = self.bond.row
+        newest = int(row[S_RECALLED])  # before the look at whose row it is: it is not made this session's again
+        return newest >= self.number or int(row[S_SESSION]) != self.bond.session
 
     def returned(self) -> Call:
         """What gives it back."""
@@ -114,6 +122,7 @@ class Bond:
     words: U64
     namespaces: U64
     data: U8
+    row: U64  # of this session in the segment's table
     bell: Bell  # rings for fetches
     fetches: bool = False  # pages that are not in DRAM may be had from elsewhere
     ssd: IndexReader | None = None  # the index of this node's SSD tier
@@ -237,7 +246,9 @@ class Link:
         assert self.segment is not None
         found = self.segment
         with self._lock:  # last: whoever sees the new bond sees the new rows
-            views = (found.reader(), found.words, found.namespaces, found.data.array, found.bell())
+            rows = found.sessions[:, S_SESSION]
+            row = found.sessions[int(np.flatnonzero(rows == reply.session)[0])]
+            views = (found.reader(), found.words, found.namespaces, found.data.array, row, found.bell())
             self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, reply.fetches, self._ssd_index(reply), reply.far)
         self.up = True
         if self.near is not None:
@@ -352,17 +363,14 @@ class Link:
             self.renewed(due, reply.numbers, asked)
         yield from self.take_notes()
 
-    def return_spares(self, idle_seconds: float) -> Operation[int]:
-        """Give back the memory for next puts that has not been used for so long; how many bytes that was."""
-        size = 0
+    def return_spares(self, idle_seconds: float) -> Operation[None]:
+        """Give back the memory for next puts that has not been used for so long."""
         for opened, spare in self._idle_spares(time.monotonic() - idle_seconds):
             try:
                 yield spare.returned()
             except BaseException:  # not sent, or the connection is over: nobody else would give it back
                 opened.spares.append(spare)
                 raise
-            size += len(spare.offsets) * opened.identity.layout.object_bytes
-        return size
 
     def _idle_spares(self, before: float) -> Iterator[tuple[Opened, Spare]]:
         """Memory that was asked for before this time, taken off the queues."""

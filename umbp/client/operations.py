@@ -46,7 +46,6 @@ RELEASE_SECONDS_MAX = 2.0  # who does not hear of it in this time takes the leas
 LEASE_SECONDS_MIN = 2.0  # a shorter lease is waited for this long
 Fill = Callable[[I64, U8, I64], None]
 """(which items of the batch, the segment's data, their offsets in it): write those objects, and return only when it is done."""
-NO_ROOM = frozenset((WriteStatus.ALL_LEASED.value, WriteStatus.FRAGMENTED.value, WriteStatus.KEY_LIMIT.value))
 VERIFY = ("never", "sampled", "always")
 SAMPLE_ONE_IN = 16
 
@@ -331,12 +330,6 @@ class Operations:
             wanted = self.opened.pages_ahead(len(keys), self.object_bytes) if ahead else 0
             codes = yield from self._write(bond, number, keys, items, fill, parent, wanted)
         status[:] = codes
-        if not NO_ROOM.isdisjoint(codes.tobytes()):
-            # What is kept for the next put is no reason to refuse this one. For more than that what was just stored would have to go.
-            room = (yield from self.link.return_spares(0.0)) // self.object_bytes
-            refused = np.flatnonzero(np.isin(codes, list(NO_ROOM)))[:room]
-            if len(refused):
-                status[refused] = yield from self._write(bond, number, keys[refused], items[refused], fill, b"", 0)
         give_up = time.monotonic() + IN_FLIGHT_SECONDS_MAX
         pause = 0.001
         while WriteStatus.PENDING.value in status.tobytes():
@@ -366,6 +359,9 @@ class Operations:
             with contextlib.suppress(Unavailable):
                 yield spare.returned()
             raise
+        if spare.recalled():
+            yield spare.returned()
+            return None
         self.link.statistics.puts_ahead += 1
         ahead = self.opened.pages_ahead(len(keys), self.object_bytes)
         status, unused = yield from self._fill(spare.bond, spare.number, items, spare.offsets, fill, ahead)

@@ -53,7 +53,7 @@ class Room:
     def __init__(self, objects: Objects, watermarks: Watermarks) -> None:
         self.objects = objects
         self.watermarks = watermarks
-        self.reclaim: Callable[[], bool] = lambda: False  # memory that is kept ready for nobody in particular, before a refusal
+        self.reclaim: Callable[[], bool] = lambda: False  # memory that is kept for next puts, some of it a call, before a refusal
         self._draining = False
         self.near: dict[int, int] = {}  # session -> the region of memory that is near it
         regions = len(objects.allocator.starts)
@@ -77,8 +77,8 @@ class Room:
                     count, reason = spare, WriteStatus.OVER_QUOTA
         if objects.free_ids < count:
             self._evict(now, count - objects.free_ids)
-            if objects.free_ids < count:
-                self.reclaim()
+            while objects.free_ids < count and self.reclaim():
+                pass
             if objects.free_ids < count:
                 count, reason = objects.free_ids, WriteStatus.KEY_LIMIT
         offsets = objects.allocator.allocate(size, count, region)

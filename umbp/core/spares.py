@@ -14,9 +14,15 @@ so that of a put's work only the commit is waited for. A spare is a reservation 
 It is a reservation in all that follows: given back when its session's process is gone or lets go, an orphan at its time limit (one that was
 never given is free then), an orphan after a restart of the pool. It is a favour: there is none where a quota or an admission policy has a
 say in each put, none that would cost an eviction (room above the high watermark is not touched), at most `BYTES_MAX` a session, and one in
-`SHARE` bytes and keys of the pool. What is ready goes back before anyone is refused for want of room, and clients give back what they were
-given before they take a refusal. What other clients were given, and may be filling, stays: for a second it can be what lacks where leases
-and pins leave no more than that of the pool.
+`SHARE` bytes and keys of the pool. Before anyone is refused for want of room what is ready goes back, and then what was given is
+*recalled*:
+
+    client   says which keys it fills into the spare (a message), full fence, reads up to which number its session is recalled
+    pool     stores that number for the session, full fence, looks whether the session has sent anything that was not read yet
+
+Each stores before it loads, so at least one of them sees the other: a spare is never both taken back and filled. Where the pool finds
+something unread it takes nothing back, as it may be that message. Where the client finds its spare recalled it fills nothing, gives it
+back, in case the pool has kept it, and reserves.
 
 A put without one reserves first. Whoever cannot use its spare, since it is over, some of the pages are stored or on their way already, or
 the namespace has a quota by now, is told so at the commit, and reserves.
@@ -35,6 +41,8 @@ from umbp.store.index import place_word
 
 BYTES_MAX = 16 << 20  # of one session: larger batches copy so long that the wait for memory is little beside it
 SHARE = 32
+Recall = Callable[[int, int], bool]
+"""(session, number): its spares up to this number are recalled; whether it cannot have begun to fill any of them."""
 
 
 class Spares:
@@ -47,6 +55,7 @@ class Spares:
         self.limbo = limbo
         self.seconds = seconds
         self.bytes_max, self.keys_max = objects.allocator.capacity_bytes // SHARE, objects.capacity // SHARE
+        self.recall: Recall = lambda session, number: False
         self._ready: dict[int, int] = {}  # by session, the reservation that is ready and not given
         room.reclaim = self.take_back
 
@@ -90,11 +99,23 @@ class Spares:
         return made
 
     def take_back(self) -> bool:
-        """Give back all that is ready and not given: somebody has no room. False if there is none."""
-        held = self.writes.blank_bytes
+        """Somebody has no room: free all that is ready and not given, or else all that was given and can be recalled. False: nothing."""
+        held = self.writes.blank_keys
         for session in list(self._ready):
             self.end_session(session)
-        return self.writes.blank_bytes < held
+        if self.writes.blank_keys == held > 0:
+            self._recall_given()
+        return self.writes.blank_keys < held
+
+    def _recall_given(self) -> None:
+        given: dict[int, list[Reservation]] = {}
+        for made in self.writes.open.values():
+            if made.blank and not made.expired:
+                given.setdefault(made.session, []).append(made)
+        for session, blank in given.items():
+            if self.recall(session, max(made.number for made in blank)):
+                for made in blank:
+                    self.writes.give_back(made)
 
     def end_session(self, session: int) -> None:
         """The session's connection is closed: it is given none any more."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +23,8 @@ from umbp.errors import InvalidRequest, LimitReached
 from umbp.pool.fetching import Fetching
 from umbp.pool.meetings import Meetings
 from umbp.pool.ssd import SsdSide
-from umbp.store.segment import Segment, held, process_started
+from umbp.store.memory import fence
+from umbp.store.segment import S_HOLDER, S_PID, S_RECALLED, S_SESSION, Segment, held, process_started
 from umbp.types import I64, U64
 
 log = logging.getLogger("umbp.pool.owners")
@@ -63,6 +65,7 @@ class Owner:
     holder: int = 0
     pidfd: int = -1
     connected: bool = True
+    silent: Callable[[], bool] = lambda: False  # whether it has sent nothing that was not answered yet
 
 
 class Owners:
@@ -83,7 +86,10 @@ class Owners:
             raise LimitReached(f"{len(self.by_session)} clients are connected, which is the limit", field="sessions_max")
         row = self._free_rows.pop()
         owner = Owner(session, row, pid, process_started(pid), client, self.server.now(), holder)
-        self.server.segment.sessions[row, :4] = (session, pid, owner.started, holder)
+        words = self.server.segment.sessions[row]
+        words[S_PID:] = 0
+        words[S_PID : S_HOLDER + 1] = (pid, owner.started, holder)
+        words[S_SESSION] = session  # last: who had the row before can tell that it is another's
         self._watch(owner)
         self.by_session[session] = owner
         return owner
@@ -128,6 +134,15 @@ class Owners:
             if owner.connected:
                 raise InvalidRequest(f"session {session} is still connected", field="session")
             self._gone(owner)
+
+    def recall(self, session: int, number: int) -> bool:
+        """`umbp.core.spares.Recall`: what a client sends after this it sends in the knowledge of it, and nothing else is on its way."""
+        owner = self.by_session.get(session)
+        if owner is None or not owner.connected:
+            return False
+        self.server.segment.sessions[owner.row, S_RECALLED] = number
+        fence()
+        return owner.silent()
 
     def sweep(self) -> None:
         """Look after the owners that cannot be watched: whose mapping is gone, or who have let go, get no more time."""

@@ -274,6 +274,7 @@ class PoolServer:
         self.pages = PageServer(self.shelf, token=config.token, listening=self.http, windows=windows)
         self.owners = Owners(self, config.sessions_max)
         self.owners.adopt(unfinished)
+        self.pool.spares.recall = self.owners.recall
         if slice_.attached:
             log.info("took over %d objects, %s", len(self.pool.objects.live_ids()), format_size(self.pool.objects.used_bytes))
 

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import socket
 import struct
+import sys
+import termios
 from collections.abc import Callable, Coroutine
 from itertools import groupby
 from typing import Any, cast
@@ -45,6 +48,7 @@ class Session(asyncio.Protocol):
         self._next_session = next_session
         self._on_closed = on_closed
         self._buffer = bytearray()
+        self._answered = 0  # bytes of it that are answered, or just being answered
         self._transport: asyncio.Transport | None = None
         self._clean = False
         self._hello: asyncio.TimerHandle | None = None
@@ -109,14 +113,14 @@ class Session(asyncio.Protocol):
         """Answer every whole frame that is there."""
         buffer = self._buffer
         buffer += data
-        at = 0
+        at = self._answered = 0
         try:
             while len(buffer) - at >= wire.PREFIX.size and self._transport and not self._slow and not self._unread:
                 end = at + wire.frame_bytes(buffer[at : at + wire.PREFIX.size])
                 if len(buffer) < end:
                     break
                 frame = bytes(buffer[at:end])
-                at = end
+                at = self._answered = end
                 self._answer(frame)
         except ProtocolError as error:
             self._refuse(error)
@@ -127,6 +131,7 @@ class Session(asyncio.Protocol):
             return
         if at:
             del buffer[:at]
+        self._answered = 0
         self._read_or_wait()
 
     def _answer(self, frame: bytes) -> None:
@@ -151,8 +156,16 @@ class Session(asyncio.Protocol):
             self._transport.close()
         self.server.observe(str(op), self.server.now() - started)
 
+    def _silent(self) -> bool:
+        """Whether all that the client has sent is answered: neither here nor in the kernel is more of it."""
+        if self._transport is None or len(self._buffer) != self._answered:
+            return False
+        unread = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+        return int.from_bytes(unread, sys.byteorder) == 0
+
     def _refuse(self, error: UmbpError) -> None:
         self._buffer.clear()
+        self._answered = 0
         if self._transport:
             log.warning("%r closed: %s", self, error)
             self._transport.write(wire.encode(wire.Failed(error.code, str(error), error.field)))
@@ -177,6 +190,7 @@ class Session(asyncio.Protocol):
         if message.version != wire.VERSION:
             raise ProtocolError(f"this pool speaks version {wire.VERSION} of the session protocol, the client {message.version}")
         self.owner = self.owners.open(self.peer_pid(), message.client, self._next_session(), message.holder)
+        self.owner.silent = self._silent
         if self._hello:
             self._hello.cancel()
         limits, segment = self.server.pool.limits, self.server.segment

@@ -48,6 +48,8 @@ LOCK_SECONDS_MAX = 0.5
 HOLDERS_AT = 1 << 62  # where the locks of holders begin, in a file that is never so long
 NAMESPACE_WORDS = 256  # 2 KiB: 8 words of numbers, 4 of digest, the rest text
 SESSION_WORDS = 8
+# Words of a session's row. RECALLED: up to which number its memory ahead is recalled (`umbp.core.spares`).
+S_SESSION, S_PID, S_STARTED, S_HOLDER, S_RECALLED = range(5)
 
 # Header words.
 H_MAGIC, H_FORMAT, H_BOOT, H_MOVES, H_STATE, H_SEED, H_VERSIONS, H_NUMBERS, H_SESSIONS, H_TEXT_BYTES, H_TEXT_CRC, H_ROUNDS = range(12)
