@@ -18,7 +18,7 @@ from tests.client.test_contract import Plain
 from tests.field.people import Wire, becomes, bytes_of, keys_of, values_of
 from tests.pools import PoolProcess
 from umbp import Layout, ReadStatus, WriteStatus, wire
-from umbp.client import link
+from umbp.client import link, opened
 from umbp.client.steps import Call
 from umbp.store import segment
 
@@ -33,8 +33,8 @@ def server() -> Iterator[PoolProcess]:
 
 def patient(patch: pytest.MonkeyPatch) -> None:
     """Puts of a busy machine come late."""
-    for name in ("AHEAD_SECONDS_MAX", "SPARE_SECONDS"):
-        patch.setattr(link, name, 60.0)
+    patch.setattr(opened, "AHEAD_SECONDS_MAX", 60.0)
+    patch.setattr(link, "SPARE_SECONDS", 60.0)
 
 
 @pytest.fixture(params=["plain", "asyncio"])

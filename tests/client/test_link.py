@@ -8,7 +8,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from umbp.client.link import FLUSHES_MAX, Bond, Link, Opened
+from umbp.client.link import FLUSHES_MAX, Bond, Link
+from umbp.client.opened import Opened
 from umbp.layout import Layout, Namespace
 
 IDENTITY = Namespace(model="m", page_tokens=64, layout=Layout.opaque(4096))

@@ -19,7 +19,8 @@ from umbp.client.address import socket_path
 from umbp.client.connection import CONNECT_SECONDS_MAX
 from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
-from umbp.client.link import ClientStatistics, Link, Opened
+from umbp.client.link import ClientStatistics, Link
+from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, drive
 from umbp.client.sync import CLOSE_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS

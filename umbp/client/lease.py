@@ -11,7 +11,8 @@ import time
 
 import numpy as np
 
-from umbp.client.link import Link, Look, Opened
+from umbp.client.link import Link, Look
+from umbp.client.opened import Opened
 from umbp.errors import InvalidRequest, LeaseLost
 from umbp.types import I64, U8, Mask
 

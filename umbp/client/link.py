@@ -27,21 +27,21 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from umbp import wire
+from umbp.client.opened import Opened, Spare
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
 from umbp.errors import InvalidRequest, SegmentError, Unavailable
 from umbp.layout import Namespace
 from umbp.store import memory, numa, segment, ssd_table
 from umbp.store.bell import Bell
 from umbp.store.index import Found, IndexReader
-from umbp.store.memory import fence
-from umbp.store.segment import H_BOOT, S_RECALLED, S_SESSION, Segment
-from umbp.types import I64, U8, U64
+from umbp.store.segment import H_BOOT, S_SESSION, Segment
+from umbp.types import U8, U64
 
 if TYPE_CHECKING:
     from umbp.client.lease import Lease
@@ -50,65 +50,8 @@ NOTES_MAX = 128  # kept at a time
 NOTE_BYTES_MAX = 4 << 20
 NOTE_MESSAGE_BYTES = 256 << 10  # of keys in one message, or one note's: the pool takes a message in whole before it looks at others
 RENEWALS_MAX = 1024
-AHEAD_SECONDS_MAX = 1.0  # a put that comes this soon after one of as many pages is taken for the second of many
-AHEAD_BYTES_MAX = 16 << 20  # of such puts: the pool gives no more
 FLUSHES_MAX = 8  # in a row under the eyes of one reader of a row
 SPARE_SECONDS = 1.0  # memory for the next put is given back after this long without one
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spare:
-    """Memory for the next pages of a namespace (`umbp.core.spares`), asked for at a time, not to be begun with after ``seconds``.
-
-    Whoever takes it from its queue owns it, until the pool recalls it: see `recalled`.
-    """
-
-    bond: Bond
-    number: int
-    offsets: I64
-    asked: float
-    seconds: float
-
-    def recalled(self) -> bool:
-        """Whether the pool wants it back, or has it back already. False, after it was told what is filled in: nothing takes it any more."""
-        fence()  # what was sent is with the pool before the number is read
-        row = self.bond.row
-        newest = int(row[S_RECALLED])  # before the look at whose row it is: it is not made this session's again
-        return newest >= self.number or int(row[S_SESSION]) != self.bond.session
-
-    def returned(self) -> Call:
-        """What gives it back."""
-        return self.bond.call(wire.Commit(self.number, len(self.offsets)), np.zeros(len(self.offsets), np.uint8))
-
-
-@dataclass(slots=True)
-class Opened:
-    """A namespace as this client has it open. ``checked``: bond, row and number for which the row was seen to be its own."""
-
-    identity: Namespace
-    row: int = -1
-    checked: tuple[Bond, int, int] | None = None
-    spares: deque[Spare] = field(default_factory=deque)
-    put_at: float = float("-inf")  # when the last batch was put, and of how many pages
-    put_pages: int = 0
-
-    def pages_ahead(self, pages: int, object_bytes: int) -> int:
-        """How many pages to have memory for ahead, now that so many are put: as many, if that goes on."""
-        now = time.monotonic()
-        again = self.put_pages == pages and now < self.put_at + AHEAD_SECONDS_MAX and not self.spares
-        self.put_pages, self.put_at = pages, now
-        return pages if again and pages * object_bytes <= AHEAD_BYTES_MAX else 0
-
-    def take_spare(self, bond: Bond, pages: int) -> Spare | None:
-        """Memory ahead for this many pages, if there is some."""
-        try:
-            spare = self.spares.popleft()
-        except IndexError:
-            return None
-        if spare.bond is bond and len(spare.offsets) == pages and time.monotonic() < spare.asked + spare.seconds:
-            return spare
-        self.spares.append(spare)  # the upkeep gives it back
-        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,8 @@ from umbp import wire
 from umbp.client import mover
 from umbp.client.buffers import Rows, as_rows
 from umbp.client.lease import Lease
-from umbp.client.link import Bond, Link, Look, Opened, Spare
+from umbp.client.link import Bond, Link, Look
+from umbp.client.opened import Opened, Spare
 from umbp.client.steps import CALL_SECONDS_MAX, Operation, Pause, Send, Work
 from umbp.errors import InvalidRequest, LimitReached, Unavailable
 from umbp.layout import as_keys

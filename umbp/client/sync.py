@@ -23,7 +23,8 @@ from umbp.client.address import socket_path
 from umbp.client.connection import Connection
 from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
-from umbp.client.link import SPARE_SECONDS, ClientStatistics, Link, Opened
+from umbp.client.link import SPARE_SECONDS, ClientStatistics, Link
+from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations
 from umbp.client.steps import Call, Operation, Send, T, run
 from umbp.client.waker import Waker
