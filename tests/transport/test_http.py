@@ -108,7 +108,7 @@ async def test_pages_come_whole_and_in_their_places(
 
 
 async def test_pages_are_said_to_be_there_while_others_are_on_their_way(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
-    numbers = range(80)  # 20 MiB, said in pieces of eight
+    numbers = range(80)  # 20 MiB by two connections, each of which says it in pieces of eight
     values, keys = store(space, *numbers), keys_of(404, *numbers)
     data, offsets = np.zeros(81 * SIZE, np.uint8), np.arange(81)[::-1] * SIZE
     pieces: list[list[int]] = []
@@ -120,7 +120,9 @@ async def test_pages_are_said_to_be_there_while_others_are_on_their_way(transpor
 
     moved = await transport.read(peer_of(server), digest_of(space), SIZE, keys, data, offsets, time.monotonic() + 60, came)
     assert moved.status.tolist() == [MISS] + [HIT] * 80
-    assert pieces == [list(range(1, 33)), list(range(33, 65)), list(range(65, 81))]
+    assert sorted(map(len, pieces)) == [8, 8, 32, 32]
+    assert all(piece == sorted(piece) for piece in pieces)
+    assert sorted(page for piece in pieces for page in piece) == list(range(1, 81))
 
 
 async def test_a_connection_is_used_again_and_replaced_when_it_is_broken(
@@ -135,8 +137,9 @@ async def test_a_connection_is_used_again_and_replaced_when_it_is_broken(
     assert (await read(transport, peer_of(server), space, keys_of(1)))[0].status.tolist() == [HIT]
 
 
-async def test_pages_that_were_said_to_be_there_are_not_written_again(transport: HttpTransport) -> None:
+async def test_pages_that_were_said_to_be_there_are_not_written_again(transport: HttpTransport, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kept connection that breaks in the middle of an order is an error: on a new one the same pages would be received once more."""
+    monkeypatch.setattr(transport, "lanes_max", 1)
     keys, values = keys_of(*range(12)), values_of(range(12), 1 << 20)
     sums = np.array([checksum(page.data) for page in values], np.uint64)
     orders: list[int] = []
@@ -179,6 +182,28 @@ async def test_pages_that_were_said_to_be_there_are_not_written_again(transport:
         assert came == list(range(8))
         thread.join(60)
         assert len(orders) == 2
+
+
+async def test_where_one_connection_fails_the_other_is_cut(transport: HttpTransport) -> None:
+    """Of a read's two connections one is closed before it answers; the other would go on for ever."""
+    keys = keys_of(*range(8))
+
+    def serve() -> None:
+        connections = [listener.accept()[0] for _ in range(2)]
+        connections[1].close()
+        while connections[0].recv(65536):  # until it is cut
+            pass
+        connections[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        data, offsets = np.zeros(8 << 20, np.uint8), np.arange(8) << 20
+        with pytest.raises(ConnectionError):
+            await transport.read(Peer("p", 1, address_of(listener)), "ab" * 32, 1 << 20, keys, data, offsets, time.monotonic() + 60, print)
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not any(transport._idle.values())
 
 
 async def test_many_orders_at_a_time(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
@@ -257,9 +282,9 @@ def test_bad_orders_are_answered_and_cost_nothing(server: PoolProcess, pool: umb
 class ByHand:
     """A reader that does not do what `HttpTransport` does."""
 
-    def __init__(self, server: PoolProcess, space: Any, keys: np.ndarray, seconds: float) -> None:
+    def __init__(self, server: PoolProcess, space: Any, keys: np.ndarray, seconds: float, comes_from: str = "127.0.0.1") -> None:
         address = parse_address(str(server.ready["http"]))
-        self.connection = socket.create_connection((address.host, address.port), 60)
+        self.connection = socket.create_connection((address.host, address.port), 60, (comes_from, 0))
         frame = wire.encode(Order(server.name, int(server.ready["boot"]), digest_of(space), space.object_bytes, len(keys), seconds), keys)
         self.connection.sendall((HEAD + f"Content-Length: {len(frame) + 1}\r\n\r\n").encode() + frame)
         self.pages = len(keys)
@@ -284,12 +309,13 @@ class ByHand:
         return data
 
 
+@pytest.mark.parametrize("comes_from", ["127.0.0.1", "127.0.0.2"])
 def test_memory_that_is_given_to_others_while_a_slow_reader_reads_is_not_the_granted(
-    server: PoolProcess, space: Any, pool: umbp.Pool
+    server: PoolProcess, space: Any, pool: umbp.Pool, comes_from: str
 ) -> None:
-    """What `sendfile` has sent still refers to the segment: only the receipt ends the lease."""
+    """What `sendfile` has sent, to a reader with another address, still refers to the segment: only the receipt ends the lease."""
     values = store(space, *range(16))  # 4 MiB: some of it is in the kernel's buffers, the rest is still to be sent
-    reader = ByHand(server, space, keys_of(*range(16)), 20.0)
+    reader = ByHand(server, space, keys_of(*range(16)), 20.0, comes_from)
     assert reader.held == 16
     eventually(lambda: len(reader.connection.recv(1 << 16, socket.MSG_PEEK)) == 1 << 16, "some of it is in the kernel's buffers")
     assert space.remove(keys_of(*range(16))).all()
@@ -301,9 +327,10 @@ def test_memory_that_is_given_to_others_while_a_slow_reader_reads_is_not_the_gra
     reader.connection.close()
 
 
-def test_a_reader_that_stops_is_cut_off_when_its_time_is_over(server: PoolProcess, space: Any, pool: umbp.Pool) -> None:
+@pytest.mark.parametrize("comes_from", ["127.0.0.1", "127.0.0.2"])
+def test_a_reader_that_stops_is_cut_off_when_its_time_is_over(server: PoolProcess, space: Any, pool: umbp.Pool, comes_from: str) -> None:
     store(space, *range(64))  # more than the kernel's buffers take
-    reader = ByHand(server, space, keys_of(*range(64)), 0.5)
+    reader = ByHand(server, space, keys_of(*range(64)), 0.5, comes_from)
     assert reader.held == 64
     eventually(lambda: pool.status()["leases"] == 0, "its grant is given back")
     with pytest.raises(ConnectionResetError):

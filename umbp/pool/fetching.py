@@ -41,7 +41,7 @@ from umbp.core.pool import Pool
 from umbp.errors import LimitReached, UmbpError
 from umbp.pool.elsewhere import Same
 from umbp.pool.parts import Part, SourceCounts, names
-from umbp.pool.places import READS_PER_PLACE, Places
+from umbp.pool.places import Places
 from umbp.pool.rooms import Rooms
 from umbp.pool.sources import Offer, Ranged, Source, Space, Taken
 from umbp.pool.staged import Staged, checked_stages
@@ -54,7 +54,6 @@ from umbp.types import I64, NOWHERE, U8, U64, Mask, ReadStatus, Tier, WriteStatu
 log = logging.getLogger("umbp.pool.fetching")
 BATCHES_MAX = 64
 READS_MAX = 16  # at a time, over all places
-PART_BYTES_MIN = 16 << 20  # what is less is not parted so that both reads of a place have something to do: a part costs 2 ms of processors
 PART_SHARE = 16  # a part takes at most one in this many bytes of the pool
 ATTEMPTS = 2
 READ_SECONDS_MAX = 2.0  # what takes longer is of no use to a prefill
@@ -288,8 +287,7 @@ class Fetching:
                 staged = self.staged.pages_max(len(mine), space)
                 parts += [Part(source, offer, left[mine[:staged]], staged=True)] if staged else []
                 mine = mine[staged:]
-            half = max(PART_BYTES_MIN, -(-len(mine) * space.object_bytes // READS_PER_PLACE))
-            step = max(1, min(source.read_bytes_max, room, half) // space.object_bytes)
+            step = max(1, min(source.read_bytes_max, room) // space.object_bytes)
             parts += [Part(source, offer, left[mine[start : start + step]]) for start in range(0, len(mine), step)]
         parts.sort(key=lambda part: int(part.which[0]))
         return parts, nobody

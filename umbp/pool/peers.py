@@ -6,6 +6,8 @@ For the pages of a batch the master's plan is asked for: runs of the list, each 
 list has holes (a plan ends at the first page that nobody has), the rest is asked for by what anybody has of it. A plan is a hint: what its
 node does not hold any more is a miss, and is asked for once more with that node left out.
 
+Where the last plans all named one node, that node is read from at once, and the master is asked meanwhile (`umbp.pool.guesses`).
+
 What each read took is told to the master (`take_measured`, with the heartbeats), in bytes and seconds per node and tier, from which the
 next plans are made. That a node failed is told at once, so that it is avoided by all, not only by who found out; this pool does without it
 for a while of its own accord (`umbp.pool.fetching`).
@@ -30,6 +32,7 @@ import numpy as np
 from umbp.core import plans
 from umbp.errors import ConfigError, UmbpError, Unavailable
 from umbp.grammar import parse_address
+from umbp.pool.guesses import Guesses
 from umbp.pool.sources import Offer, Space, Taken
 from umbp.transport.base import Came, Peer, Transport
 from umbp.types import I64, U8, U64, Mask, ReadStatus, Tier
@@ -85,6 +88,8 @@ class Peers:
         self.transports = dict(transports)
         self._measured: deque[Measured] = deque(maxlen=MEASURED_MAX)
         self._telling: set[asyncio.Task[None]] = set()
+        self._guesses = Guesses()
+        self._confirming: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<Peers of {self.node} by {', '.join(self.transports)}>"
@@ -96,9 +101,14 @@ class Peers:
         if self._telling:  # that a node failed must be known before it is asked who else there is
             await asyncio.wait(self._telling, timeout=max(0.0, deadline - time.monotonic()) / 2)
         which: I64 = np.arange(len(keys))
+        guess = None if peek else self._guesses.run_or_none(time.monotonic(), namespace, len(keys))
+        if guess is not None and guess.source.node not in without:
+            self._confirm(namespace, keys, without, deadline)
+            return [Offer(PLACE + guess.source.node, Tier.REMOTE, which, guess.seconds, guess)]
         offers: list[Offer] = []
         for _ in range(HOLES_MAX):
             plan = await self.guide.plan(namespace, keys[which], without, deadline, count=not peek)
+            self._guesses.planned(time.monotonic(), namespace, len(which), plan)
             offers += self._offers(plan, which)
             which = which[plan.pages + 1 :]  # the one after the plan's last is nobody's
             if len(which):
@@ -124,7 +134,10 @@ class Peers:
         except (UmbpError, OSError, TimeoutError) as error:
             if not (some and isinstance(error, TimeoutError)):  # who has brought some of it is slow, not gone
                 self._tell(run.source.node, f"{type(error).__name__}: {error}")
+            self._guesses.wrong(space.digest.hex())
             raise
+        if (moved.status == ReadStatus.MISS).any():
+            self._guesses.wrong(space.digest.hex())
         if moved.size_bytes and (moved.status == ReadStatus.HIT).all():
             self._measured.append(Measured(run.source.node, run.tier, moved.size_bytes, time.monotonic() - began))
         return Taken(moved.status, moved.sums, verified=True)
@@ -137,9 +150,10 @@ class Peers:
 
     async def close(self) -> None:
         """See `umbp.pool.sources.Source`."""
-        for task in self._telling:
+        tasks = [*self._telling, *self._confirming]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._telling, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for transport in self.transports.values():
             await transport.close()
         await self.guide.close()
@@ -153,6 +167,21 @@ class Peers:
             for run in plan.runs
             if run.source.node != self.node
         ]
+
+    def _confirm(self, namespace: str, keys: U8, without: list[str], deadline: float) -> None:
+        """Ask the master for the plan that was guessed, without waiting for it: it counts the use, and the next guess is its answer."""
+
+        async def confirm() -> None:
+            try:
+                plan = await self.guide.plan(namespace, keys, without, deadline, count=True)
+            except (UmbpError, OSError, TimeoutError):
+                self._guesses.wrong(namespace)  # who asks next finds out, and does without the master for a while
+            else:
+                self._guesses.planned(time.monotonic(), namespace, len(keys), plan)
+
+        task = asyncio.get_running_loop().create_task(confirm())
+        self._confirming.add(task)
+        task.add_done_callback(self._confirming.discard)
 
     def _way(self, source: plans.Source) -> tuple[Transport, Peer]:
         """The best transport that both have. Unavailable if there is none."""

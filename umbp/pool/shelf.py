@@ -50,6 +50,11 @@ class PoolShelf:
         return f"<PoolShelf of {self.name}, {self.granted_pages} pages granted>"
 
     @property
+    def data(self) -> U8:
+        """See `umbp.transport.base.Shelf`."""
+        return self.segment.data.array
+
+    @property
     def data_at(self) -> int:
         """See `umbp.transport.base.Shelf`."""
         return self.segment.geometry.sections()["data"][0]

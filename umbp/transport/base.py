@@ -203,6 +203,11 @@ class Shelf(Protocol):
     """What whoever serves pages needs of its pool. `umbp.pool.shelf` is the pool's."""
 
     @property
+    def data(self) -> U8:
+        """The segment's memory."""
+        ...
+
+    @property
     def data_at(self) -> int:
         """Where the data begins in the segment's file."""
         ...

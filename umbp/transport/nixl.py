@@ -136,6 +136,7 @@ class NixlTransport(HttpTransport):
     """Reads pages of peers by NIXL; fulfils `umbp.transport.base.Transport`. ``agent``: this process's, of the memory that is read into."""
 
     name = "nixl"
+    lanes_max = 1  # what NIXL has in flight is its own matter
 
     def __init__(self, agent: NixlAgent, token: str = "", *, moves: bool = False) -> None:
         super().__init__(token, moves=moves)

@@ -13,6 +13,10 @@ A connection whose first line asks for pages is taken out of the event loop and 
 `sendfile` waits in the kernel, and what a slow reader holds up is its own thread, until its order's time is over. The pool's state is
 touched in the loop alone, twice an order.
 
+A reader on this very host gets copies instead. There is no network card that takes pages by reference; to hand them on one by one, 4 KiB
+each, and copy them at the other end one by one too, costs more than to copy runs of them into the kernel's large buffers: 39 ms of both
+processors for 64 MiB, against 28 ms.
+
 Bounded: connections, seconds between and in requests, bytes of a head and an order. Who may ask: as everywhere (`umbp.admin.auth`).
 """
 
@@ -27,6 +31,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Generator, Mapping
 from typing import cast
 
@@ -37,6 +42,7 @@ from umbp.admin.auth import check_token, is_our_host
 from umbp.errors import InvalidRequest, ProtocolError, UmbpError, Unauthorized
 from umbp.grammar import Address, quoted
 from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Grant, Granted, Order, Shelf, Window, decode_order
+from umbp.transport.http import take
 from umbp.types import U8
 
 log = logging.getLogger("umbp.transport")
@@ -45,6 +51,8 @@ IDLE_SECONDS_MAX = 60.0
 HEAD_SECONDS_MAX = 2.0
 HEAD_BYTES_MAX = 16 << 10
 ORDER_BYTES_MAX = 64 << 10  # 1,024 keys are half of that
+COPY_BYTES = 1 << 20  # at a time, for a reader on this host: between two looks at the order's time
+RUNS_MAX = 512  # of one call
 FIRST_LINE = f"POST {PAGES_PATH} ".encode()
 
 
@@ -157,6 +165,7 @@ class Caller:
         self._server = server
         self._socket = connection
         self._rest = start
+        self._is_near = connection.getpeername()[0] == connection.getsockname()[0]
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def serve(self) -> None:
@@ -246,8 +255,11 @@ class Caller:
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {FRAME_TYPE}\r\nContent-Length: {length}\r\n\r\n"
         self._all(head.encode() + frame, deadline, more=pages_bytes > 0)
         if pages_bytes:
-            for offset, size in grant.runs():
-                self._sendfile(self._server.shelf.data_at + offset, size, deadline)
+            if self._is_near:
+                self._copy(grant, deadline)
+            else:
+                for offset, size in grant.runs():
+                    self._sendfile(self._server.shelf.data_at + offset, size, deadline)
             self._server.sent_bytes += pages_bytes
 
     def _refuse(self, error: UmbpError) -> None:
@@ -288,6 +300,26 @@ class Caller:
             if not sent:
                 raise ConnectionResetError("the segment's file is shorter than its pages")
             offset += sent
+
+    def _copy(self, grant: Grant, deadline: float) -> None:
+        data = self._server.shelf.data.data
+        views: deque[memoryview] = deque()
+        ahead = 0
+        for offset, size in grant.runs():
+            for at in range(offset, offset + size, COPY_BYTES):
+                views.append(data[at : min(at + COPY_BYTES, offset + size)])
+                ahead += len(views[-1])
+                if ahead >= COPY_BYTES or len(views) == RUNS_MAX:
+                    self._send_views(views, deadline)
+                    ahead = 0
+        self._send_views(views, deadline)
+
+    def _send_views(self, views: deque[memoryview], deadline: float) -> None:
+        while views:
+            self._limit(socket.SO_SNDTIMEO, deadline)
+            with _in_time():
+                sent = self._socket.sendmsg(views)
+            take(views, sent)
 
     def _limit(self, option: int, deadline: float) -> None:
         left = deadline - time.monotonic()
