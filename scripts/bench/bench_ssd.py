@@ -49,6 +49,7 @@ BATCH_BYTES = 64 << 20
 SHAPES = ((1 << 20, 0.9), (4 << 20, 0.9), (64 << 10, 0.8))
 BATCHES = 8
 SEGMENT_BYTES = 256 << 20  # as of a tier of 8 GiB and more
+PREFETCH, AHEAD = 32, 3  # pages of 1 MiB, and so many times as much under way
 START_PAGES, START_SECONDS = 1_000_000, 5.0
 
 
@@ -201,19 +202,23 @@ def start_rows(folder: Path) -> None:
 
 
 def saturate(socket: str) -> None:
-    """The other client: pages from SSD, and new ones, for ever."""
+    """The other client: pages from SSD into the pool's DRAM, `AHEAD` batches asked for at any time, and new ones, for ever."""
     size = 1 << 20
     with umbp.connect(socket, client="saturate") as client:
         space = harness.namespace(client, size)
-        keys, out = harness.random_keys(512, 77), np.empty((32, size), np.uint8)
+        keys, values = harness.random_keys(512, 77), np.random.default_rng(3).integers(0, 256, (8, size), dtype=np.uint8)
         fresh = harness.random_keys(1 << 16, int(time.time_ns()) & 0xFFFF)
         print("reading", flush=True)
-        at = 0
+        at, asked = 0, deque[str]()
         while True:
-            part = (np.arange(32) + at) % len(keys)
-            space.get(keys[part], out, deadline=10.0)
-            space.put(fresh[at % len(fresh) :][:8], out[:8])
-            at += 32
+            while len(asked) < AHEAD:
+                asked.append(space.prefetch(keys[(np.arange(PREFETCH) + at) % len(keys)], deadline=10.0).request_id)
+                space.put(fresh[at % len(fresh) :][: len(values)], values)
+                at += PREFETCH
+            if space.prefetch_status(asked[0]).over:
+                asked.popleft()
+            else:
+                time.sleep(0.005)
 
 
 def pool_rows(folder: Path, repeats: int) -> None:

@@ -40,15 +40,17 @@ from umbp.policies.striping import StripingPolicy
 from umbp.store.index import IndexWriter
 from umbp.store.ssd_catalog import LOW, Catalog, Where
 from umbp.store.ssd_drive import AWAY, Drive
-from umbp.store.ssd_folder import Draft, Full, Placed, SegmentFile, note
+from umbp.store.ssd_folder import Full, note
 from umbp.store.ssd_format import BLOCK, NamespaceNote, encode_meta, padded, words_of
 from umbp.store.ssd_ledger import Counters, Ledger, Naming, pages_bytes
 from umbp.store.ssd_reads import DAMAGED, GOOD, UNREADABLE, read_parts, read_run, runs, takes_direct
+from umbp.store.ssd_records import Append, Draft, Placed, SegmentFile
 from umbp.store.ssd_system import Steps, finish
 from umbp.types import I64, U8, U64, Mask, ReadStatus, WriteStatus
 
 log = logging.getLogger("umbp.store.ssd")
 STOP_SECONDS_MAX = 2.0
+FILES_AHEAD = 2  # one that stays free for cleaning, and the one that is begun next
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +267,14 @@ class SsdTier:
         try:
             for drive in todo:
                 self._describe(now, drive, part.digest)
+            freeing = [self.free_steps(now, drive, file) for drive in todo if (file := self._spent(drive)) is not None]
+            freed = [future for steps in freeing for future in next(steps)]
             asked = {drive: self.append(now, drive, [draft for draft, _ in work], spare=1) for drive, work in todo.items()}
             while asked:
-                yield list(asked.values())
+                yield [*asked.values(), *freed]
+                for steps in freeing:
+                    finish(steps)  # waits for nothing more
+                freeing, freed = [], []
                 again: dict[Drive, Future[Any]] = {}
                 for drive, future in asked.items():
                     placed, error = outcome(future)
@@ -289,7 +296,7 @@ class SsdTier:
         batch = part.batch
         step = min(drive.folder.record_pages(batch.size) for drive in disks)
         sizes = np.array([drive.size_bytes for drive in disks], np.float64)
-        used = np.array([sum(file.live_bytes for file in drive.folder.files.values()) for drive in disks], np.float64)
+        used = np.array([sum(file.live_bytes for file in list(drive.folder.files.values())) for drive in disks], np.float64)
         todo: dict[Drive, list[tuple[Draft, list[int]]]] = {}
         for start in range(0, len(items), step):
             some = items[start : start + step]
@@ -304,7 +311,9 @@ class SsdTier:
     def append(self, now: float, drive: Drive, drafts: list[Draft], *, spare: int) -> Future[Any]:
         """Have these records written; what `Folder.append` answers."""
         today = self.ledger.today()
-        return drive.write(now, lambda: drive.folder.append(drafts, self.ledger.day, today, now, spare=spare))
+        request = Append(drafts, self.ledger.day, today, now, spare)
+        drive.folder.coming.append(request)
+        return drive.write(now, drive.folder.append, request)
 
     def _list(self, now: float, part: Writing, drive: Drive, placed: list[Placed], done: list[tuple[Draft, list[int]]]) -> Steps[None]:
         """Enter what is on disk, but for what was removed meanwhile: that is noted first."""
@@ -323,6 +332,7 @@ class SsdTier:
             if part.gone:
                 alive &= np.array([batch.keys[item].tobytes() not in part.gone for item in items.tolist()])
             shown = self.ledger.enter(now, batch.place, drive, whole, alive)
+            file.listed += len(whole.pages)
             part.status[items[alive]] = np.where(shown, WriteStatus.STORED, WriteStatus.KEY_LIMIT)
             part.status[items[~alive]] = WriteStatus.FLUSHED
             sequences = whole.pages["sequence"]
@@ -335,7 +345,7 @@ class SsdTier:
 
     def cleanable(self, now: float, drive: Drive) -> list[SegmentFile]:
         """Files that nobody reads or writes, the one to clean first in front."""
-        files = [file for file in drive.folder.files.values() if file.state == "sealed" and not file.readers]
+        files = [file for file in list(drive.folder.files.values()) if file.settled and not file.readers]
         if not files:
             return []
         live = np.array([file.live_bytes / drive.folder.segment_bytes for file in files])
@@ -358,6 +368,12 @@ class SsdTier:
             return False
         drive.freed_files += 1
         return True
+
+    def _spent(self, drive: Drive) -> SegmentFile | None:
+        """A file that holds nothing any more, if this disk will soon want one: it is given back beside a write, before one waits for it."""
+        if drive.folder.room_files > FILES_AHEAD:
+            return None
+        return next((file for file in list(drive.folder.files.values()) if file.settled and not file.live_pages and not file.readers), None)
 
     def _free_a_file(self, now: float, drive: Drive) -> Steps[bool]:
         """Empty the file that is next to be cleaned, without copying what is in it: a write does not wait for that."""

@@ -18,9 +18,10 @@ import numpy as np
 from umbp.store.index import hashes
 from umbp.store.ssd import SsdTier
 from umbp.store.ssd_drive import Drive
-from umbp.store.ssd_folder import Found, Placed, note
+from umbp.store.ssd_folder import Found, note
 from umbp.store.ssd_format import PAGE, encode_meta, padded
 from umbp.store.ssd_ledger import pages_bytes
+from umbp.store.ssd_records import Placed
 from umbp.store.ssd_system import Steps
 from umbp.types import I64, U64, Mask
 

@@ -19,9 +19,9 @@ import numpy as np
 
 from umbp.policies.base import AdmissionPolicy, EvictionPolicy, Inserted, Request
 from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, W_OFFSET, W_PLACE, W_SUM, Found, IndexWriter, buckets_for, hashes, key_words
-from umbp.store.ssd_folder import SegmentFile
 from umbp.store.ssd_format import BLOCK
 from umbp.store.ssd_reads import Pages
+from umbp.store.ssd_records import SegmentFile
 from umbp.types import F64, I32, I64, U8, U64, Mask
 
 LOW = np.uint64(0xFFFF_FFFF)

@@ -16,9 +16,10 @@ from umbp.store.index import W_PLACE
 from umbp.store.ssd import SsdTier, outcome
 from umbp.store.ssd_catalog import Where
 from umbp.store.ssd_drive import AWAY, Drive
-from umbp.store.ssd_folder import Draft, Full, SegmentFile, note
+from umbp.store.ssd_folder import Full, note
 from umbp.store.ssd_format import BLOCK, padded
 from umbp.store.ssd_reads import DAMAGED, GOOD, UNREADABLE, read_run, runs
+from umbp.store.ssd_records import Draft, SegmentFile
 from umbp.store.ssd_system import Steps, aligned
 from umbp.types import I64, U8
 
@@ -108,6 +109,7 @@ def _move(tier: SsdTier, now: float, drive: Drive, place: np.uint64, where: Wher
         accessed = tier.catalog.accessed_at[ids[same]]
         tier.ledger.forget(now, ids[same], evicted=False)
         shown = tier.ledger.enter(now, place, drive, record, same)
+        record.file.listed += len(record.pages)
         moved = tier.catalog.find(place, keys[same][shown])
         tier.catalog.accessed_at[moved.ids] = accessed[shown]
         dead = np.r_[record.pages["sequence"][~same], record.pages["sequence"][same][~shown]]

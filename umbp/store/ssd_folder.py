@@ -5,8 +5,11 @@ Theory of operation
 A segment file's life:   FREE --begin--> ACTIVE --seal--> SEALED --free--> FREE
                                           (a write failed, or it was found unsealed at start: sealed as far as it is good)
 At most one file is ACTIVE. Appending: records go to their places in parallel, then one fdatasync, then they are answered. So what is
-answered survives a power cut, and a record that is torn was never answered. A file is begun by its header with a new number and reused
-without being made anew: its space stays ours, and a full disk cannot take it. It is freed by a header that says so, synced, before
+answered survives a power cut, and a record that is torn was never answered. While the last of an append's records are on their way, those
+of the next one are given to the threads already, if they go to the same file (`_look_ahead`): the disk is not idle between two batches.
+They lie behind the first ones and are answered after them, by a sync of their own; if the first ones fail, or the file is sealed, they are
+waited for, count as never written, and are written elsewhere when their turn comes. A file is begun by its header with a new number and
+reused without being made anew: its space stays ours, and a full disk cannot take it. It is freed by a header that says so, synced, before
 anything else can happen to it.
 
 Every page that dies while its file lives is noted in `removed.log` (removal by a client: synced before it is answered; eviction: not, a
@@ -25,7 +28,9 @@ import contextlib
 import errno
 import os
 import secrets
-from dataclasses import dataclass, field
+from collections import deque
+from concurrent.futures import wait
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -37,26 +42,22 @@ from umbp.store.ssd_format import (
     PAGE,
     Header,
     Meta,
-    RecordHead,
     Summary,
     blocks,
-    check_of,
     decode_meta,
-    encode_head,
     encode_header,
     encode_meta,
     encode_summary,
     head_blocks,
     padded,
-    piece_sums,
     pieces,
     summary_bytes,
-    words_of,
 )
+from umbp.store.ssd_records import ACTIVE, BROKEN, FREE, SEALED, Append, Draft, Flight, Placed, SegmentFile, write_record
 from umbp.store.ssd_recovery import Contents, contents
 from umbp.store.ssd_removals import RemovalLog
 from umbp.store.ssd_system import System, Workers, aligned, aligned_copy, read_file, replace_file, write_all
-from umbp.types import I64, U8, U64
+from umbp.types import I64, U64
 
 SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 1 << 20, 256 << 20
 SEGMENTS_WANTED = 32  # files a folder: enough to clean one at a time, few enough that each is large
@@ -65,55 +66,10 @@ RECORD_BYTES_MAX = 4 << 20  # written by one call
 RECORD_PAGES_MAX = 256
 OTHER_BYTES = 1 << 20  # of a folder's limit, for what is not segments
 WRITERS = 4  # threads that write records: while some wait for the disk others make checksums
-FREE, ACTIVE, SEALED, BROKEN = "free", "active", "sealed", "broken"
 
 
 class Full(Exception):
     """No file is free and none more may be made: something must be freed first."""
-
-
-@dataclass(slots=True, eq=False)
-class SegmentFile:
-    """One file. What stands below ``readers`` is the tier's, the rest the folder's."""
-
-    slot: int
-    fd: int
-    number: int = 0
-    state: str = FREE
-    end: int = 1  # first block behind the last record
-    namespaces: dict[bytes, int] = field(default_factory=dict)
-    parts: list[Any] = field(default_factory=list)  # arrays of `PAGE`, of what was answered
-    count: int = 0
-    readers: int = 0  # whoever reads, or is about to: not freed meanwhile
-    live_bytes: int = 0  # on disk, of pages that the index leads to
-    live_pages: int = 0
-    written_at: float = 0.0
-
-
-@dataclass(slots=True)
-class Draft:
-    """A record to be: bodies of one namespace and size. ``straight``: direct I/O can use their memory as it is."""
-
-    namespace: bytes
-    size: int
-    keys: U8
-    wholes: U64
-    bodies: list[memoryview]
-    straight: bool
-    sequence: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """On disk."""
-        return head_blocks(len(self.bodies), self.size) + len(self.bodies) * blocks(self.size)
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """A draft that is on disk for good: its file and (n,) of `PAGE`."""
-
-    file: SegmentFile
-    pages: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +100,8 @@ class Folder:
         self.removals = RemovalLog(path, system)
         self.refused_space = False  # the file system had no room for one more file
         self.last = (0, 0)  # the day on which was written last, and how many bytes on it
+        self.coming: deque[Append] = deque()  # what the worker was asked to append and has not begun, in order; the tier adds to it
+        self._ahead: tuple[Append, Flight] | None = None  # the first of those, if some of it is on its way
         self._writers = Workers(WRITERS, f"ssd-write-{os.path.basename(path)}")
         self._lock: int | None = None
         self._identity: tuple[int, int] = (0, 0)
@@ -264,6 +222,7 @@ class Folder:
             file.number, file.end, file.state = held.number, held.end, SEALED
             file.namespaces = {digest: at for at, digest in enumerate(held.namespaces)}
             file.parts, file.count = [held.pages], len(held.pages)
+            file.listed = file.count  # nobody frees a file before the tier has looked at all of them
             found.append(Found(file, held))
         self._number += NUMBERS_SKIPPED
         if broken:
@@ -287,35 +246,49 @@ class Folder:
 
     # -- appending ---------------------------------------------------------------------------------------------------------------------
 
-    def append(
-        self, drafts: list[Draft], day: int, day_bytes: int, now: float, *, spare: int
-    ) -> tuple[list[Placed], OSError | Full | None]:
-        """Write these records, in order; those that are on disk for good, and why the others are not.
-
-        ``day_bytes``: written on this day before. ``spare``: so many files are to stay free.
-        """
+    def append(self, request: Append) -> tuple[list[Placed], OSError | Full | None]:
+        """Write these records, in order, which `coming` holds; those that are on disk for good, and why the others are not."""
+        self.coming.remove(request)
         placed: list[Placed] = []
         try:
-            while len(placed) < len(drafts):
-                file = self._file_for(drafts[len(placed)], spare)
-                group, at, count = [], file.end, file.count
-                for draft in drafts[len(placed) :]:
-                    if not self._fits(file, at, count, draft):
-                        break
-                    day_bytes += draft.blocks * BLOCK
-                    group.append((draft, at, day_bytes))
-                    at, count = at + draft.blocks, count + len(draft.bodies)
-                assert group, "a record is larger than a file"
-                placed += self._write_group(file, group, day)
-                file.written_at = now
+            flight = self._taken_ahead(request)
+            while len(placed) < len(request.drafts):
+                if flight is None:
+                    left = request.drafts[len(placed) :]
+                    file = self._file_for(left[0], request.spare)
+                    before = request.day_bytes + sum(draft.blocks * BLOCK for draft in request.drafts[: len(placed)])
+                    flight = self._give(left, Flight(file, request.day, file.end, file.count, before))
+                    assert flight.records, "a record is larger than a file"
+                last = len(placed) + len(flight.records) == len(request.drafts)
+                placed += self._land(flight, look_ahead=last)
+                flight.file.written_at = request.now
+                flight = None
         except (OSError, Full) as error:
             return placed, error
         return placed, None
 
-    def _write_group(self, file: SegmentFile, group: list[tuple[Draft, int, int]], day: int) -> list[Placed]:
+    def _give(self, drafts: list[Draft], flight: Flight) -> Flight:
+        """Give as many of these records to the threads as fit into the file."""
+        for draft in drafts:
+            if not self._fits(flight.file, flight.end, flight.count, draft):
+                break
+            flight.day_bytes += draft.blocks * BLOCK
+            record = (draft, flight.end, flight.day_bytes)
+            flight.records.append(record)
+            flight.futures.append(self._writers.submit(self._write_record, flight.file, flight.day, record))
+            flight.end, flight.count = flight.end + draft.blocks, flight.count + len(draft.bodies)
+        return flight
+
+    def _land(self, flight: Flight, *, look_ahead: bool) -> list[Placed]:
+        """Wait for records, sync, and count them as written."""
+        file = flight.file
         try:
-            futures = [self._writers.submit(self._write_record, file, draft, at, day, total) for draft, at, total in group]
-            errors = [error for future in futures if (error := future.exception()) is not None]
+            errors: list[BaseException] = []
+            for future in flight.futures:
+                if look_ahead and not errors:
+                    self._look_ahead(flight)
+                if (error := future.exception()) is not None:
+                    errors.append(error)
             if errors:
                 raise errors[0]
             self.system.sync(file.fd)
@@ -328,36 +301,34 @@ class Folder:
         if not self.direct:
             self.system.forget_cached(file.fd)
         placed = []
-        for future, (draft, at, total) in zip(futures, group, strict=True):
+        for future, (draft, at, total) in zip(flight.futures, flight.records, strict=True):
             pages = future.result()
             pages["namespace"] = file.namespaces.setdefault(draft.namespace, len(file.namespaces))
             file.parts.append(pages)
             file.count += len(pages)
             file.end = at + draft.blocks
-            self.last = (day, total)
+            self.last = (flight.day, total)
             placed.append(Placed(file, pages))
         return placed
 
-    def _write_record(self, file: SegmentFile, draft: Draft, at: int, day: int, day_bytes: int) -> Any:
-        sums = np.stack([piece_sums(body) for body in draft.bodies])
-        items = np.zeros(len(draft.bodies), ITEM)
-        items["key"], items["whole"] = words_of(draft.keys), draft.wholes
-        items["check"] = [check_of(row) for row in sums]
-        head = RecordHead(file.number, at, draft.sequence, day, day_bytes, draft.namespace, draft.size, items, sums)
-        text, length = encode_head(head), padded(draft.size)
-        buffers: list[Any]
-        if self.direct and not draft.straight:
-            memory = aligned(len(text) + length * len(draft.bodies))
-            memory[: len(text)] = text
-            for place, body in enumerate(draft.bodies):
-                start = len(text) + place * length
-                memory[start : start + draft.size] = body
-            buffers = [memory]
-        else:
-            padding = [aligned(length - draft.size)] if length > draft.size else []
-            buffers = [aligned_copy(text), *(each for body in draft.bodies for each in (body, *padding))]
-        write_all(self.system, file.fd, buffers, at * BLOCK, draft.blocks * BLOCK)
-        return head.pages(0)
+    def _look_ahead(self, flight: Flight) -> None:
+        """Give the threads what comes next, behind these records, as far as it fits into their file."""
+        if self._ahead is None and self.coming:
+            request = self.coming[0]
+            behind = Flight(flight.file, request.day, flight.end, flight.count, request.day_bytes)
+            if self._give(request.drafts, behind).records:
+                self._ahead = (request, behind)
+
+    def _taken_ahead(self, request: Append) -> Flight | None:
+        """Its records that are on their way already."""
+        if self._ahead is None or self._ahead[0] is not request:
+            return None
+        flight, self._ahead = self._ahead[1], None
+        return flight
+
+    def _write_record(self, file: SegmentFile, day: int, record: tuple[Draft, int, int]) -> Any:
+        draft, at, day_bytes = record
+        return write_record(self.system, file, draft, at, day, day_bytes, direct=self.direct)
 
     def _write_at(self, file: SegmentFile, block: int, text: bytes) -> None:
         write_all(self.system, file.fd, [aligned_copy(text)], block * BLOCK, len(text))
@@ -432,6 +403,9 @@ class Folder:
         return file
 
     def _seal(self, file: SegmentFile) -> None:
+        if self._ahead is not None:  # behind the last record, where the summary is about to go
+            wait(self._ahead[1].futures)
+            self._ahead = None
         pages = np.concatenate(file.parts) if file.parts else np.zeros(0, PAGE)
         text, trailer = encode_summary(Summary(file.number, *self.last, list(file.namespaces), pages), file.end)
         self._write_at(file, file.end, text)
@@ -451,7 +425,7 @@ class Folder:
         """Nothing leads to this file any more: it is said so on disk, and it is used again."""
         self._write_at(file, 0, encode_header(Header(file.number, self.segment_bytes, self.meta.folder, free=True)))
         self.system.sync(file.fd)
-        file.number, file.parts, file.namespaces, file.count, file.state = 0, [], {}, 0, FREE
+        file.number, file.parts, file.namespaces, file.count, file.listed, file.state = 0, [], {}, 0, 0, FREE
         self._free.append(file)
 
     @property

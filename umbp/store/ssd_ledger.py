@@ -22,8 +22,9 @@ from umbp.policies.base import EvictionPolicy
 from umbp.store.index import W_PLACE
 from umbp.store.ssd_catalog import LOW, Catalog
 from umbp.store.ssd_drive import AWAY, Drive
-from umbp.store.ssd_folder import Folder, Placed, note
+from umbp.store.ssd_folder import Folder, note
 from umbp.store.ssd_format import BLOCK, NamespaceNote, padded
+from umbp.store.ssd_records import Placed
 from umbp.types import I64, U64, Mask, WriteStatus
 
 log = logging.getLogger("umbp.store.ssd")
@@ -216,7 +217,7 @@ class Ledger:
     def lose(self, now: float, drive: Drive, reason: str) -> None:
         """A disk is gone: nothing of it is listed."""
         log.error("%s: %s; its pages are not listed until it is back", drive.path, reason)
-        for file in drive.folder.files.values():
+        for file in list(drive.folder.files.values()):
             if file.live_pages:
                 self.forget(now, self.catalog.ids_of_file(file), evicted=True, noted=False)
             self.catalog.drop_file(file)

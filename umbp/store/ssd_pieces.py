@@ -18,9 +18,10 @@ import numpy as np
 
 from umbp.store.ssd import Job, SsdTier
 from umbp.store.ssd_drive import Drive
-from umbp.store.ssd_folder import Folder, SegmentFile
+from umbp.store.ssd_folder import Folder
 from umbp.store.ssd_format import BLOCK, PIECE_BYTES, check_of, padded, piece_sums
 from umbp.store.ssd_reads import DAMAGED, GOOD, RUN_BYTES_MAX, SECTOR, UNREADABLE, Pages, read_blocks, read_head, read_run
+from umbp.store.ssd_records import SegmentFile
 from umbp.store.ssd_system import Steps, System
 from umbp.types import I64, U8, U64, Mask, ReadStatus
 
