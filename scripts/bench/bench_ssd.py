@@ -35,6 +35,7 @@ import numpy as np
 import umbp
 from umbp.policies import CLEANING, EVICTION, STRIPING
 from umbp.policies.base import build
+from umbp.pool.__main__ import SWITCH_SECONDS
 from umbp.store.index import place_word
 from umbp.store.ssd import Batch, SsdTier
 from umbp.store.ssd_catalog import private_table
@@ -115,6 +116,7 @@ class Raw:
 
 
 def tier_rows(folder: Path, repeats: int) -> None:
+    sys.setswitchinterval(SWITCH_SECONDS)
     size = 4 * BATCHES * BATCH_BYTES
     raw = Raw(folder / "raw", BATCHES * BATCH_BYTES)
     tier = open_tier(folder / "tier", size, 1 << 17, SEGMENT_BYTES)

@@ -170,25 +170,26 @@ class Catalog:
             at += count
         return ids
 
-    def forget(self, ids: I64, *, evicted: bool) -> tuple[list[SegmentFile], U64]:
-        """Take pages out. The file and the sequence number of each, for the notes."""
+    def forget(self, ids: I64, *, evicted: bool) -> list[tuple[SegmentFile, U64]]:
+        """Take pages out. For the notes: their files, each with the sequence numbers of its pages."""
         if not len(ids):
-            return [], np.zeros(0, np.uint64)
+            return []
         rows = self.table.entries[ids]
         numbers = rows[:, W_OFFSET].view(np.int64) >> (BACK_BITS + BLOCK_BITS)
         sizes = (rows[:, W_PLACE] >> SHIFT).astype(np.int64)
         if self.changed:
             self.changed(rows[:, :5], False)
         self.table.unpublish(ids)
+        gone = []
         for number in np.unique(numbers).tolist():
-            part = sizes[numbers == number]
-            for size in np.unique(part).tolist():
-                self._charge(self.files[number], -int(np.count_nonzero(part == size)), size)
+            mine = numbers == number
+            for size in np.unique(sizes[mine]).tolist():
+                self._charge(self.files[number], -int(np.count_nonzero(mine & (sizes == size))), size)
+            gone.append((self.files[number], self.sequence[ids[mine]]))
         self.policy.on_removed(ids.astype(np.int32), evicted=evicted)
         self._file_of[ids] = NOBODY
-        files = [self.files[number] for number in numbers.tolist()]
         self._give_back(ids)
-        return files, self.sequence[ids]
+        return gone
 
     def victims(self, count: int, kept: I64, *, number: int = -1, policy: EvictionPolicy | None = None) -> I64:
         """Up to this many pages to evict, the first to go first, none of those kept, and of one namespace if it is named. A peek.

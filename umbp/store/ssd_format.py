@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +96,19 @@ def piece_sums(body: memoryview) -> U64:
 def check_of(sums: U64) -> int:
     """The check of a body whose pieces have these sums; never 0."""
     return digest64(sums.data) or 1
+
+
+def body_sums(bodies: Sequence[memoryview]) -> U64:
+    """`piece_sums` of bodies of one size: (n, pieces). For many small ones a third of the time, for which the interpreter lock is held."""
+    if len(bodies[0]) > PIECE_BYTES:
+        return np.stack([piece_sums(body) for body in bodies])
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, bodies), np.uint64, len(bodies)).reshape(-1, 1)
+
+
+def checks_of(sums: U64) -> list[int]:
+    """`check_of` of each row."""
+    digest, data, step = xxhash.xxh3_64_intdigest, sums.tobytes(), 8 * sums.shape[1]
+    return [digest(data[at : at + step]) or 1 for at in range(0, len(data), step)]
 
 
 # -- headers -----------------------------------------------------------------------------------------------------------------------

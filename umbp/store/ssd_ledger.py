@@ -24,7 +24,7 @@ from umbp.store.ssd_catalog import LOW, Catalog
 from umbp.store.ssd_drive import AWAY, Drive
 from umbp.store.ssd_folder import Folder, note
 from umbp.store.ssd_format import BLOCK, NamespaceNote, padded
-from umbp.store.ssd_records import Placed
+from umbp.store.ssd_records import Placed, SegmentFile
 from umbp.types import I64, U64, Mask, WriteStatus
 
 log = logging.getLogger("umbp.store.ssd")
@@ -201,18 +201,17 @@ class Ledger:
         for place in np.unique(places).tolist():
             count = int(np.count_nonzero(places == place))
             self.held[place & 0xFFFF_FFFF] -= count * padded(place >> 32)
-        files, sequences = self.catalog.forget(ids, evicted=evicted)
+        gone = self.catalog.forget(ids, evicted=evicted)
         if not noted:
             return []
-        by_drive: dict[Drive, tuple[list[int], list[int]]] = {}
-        for file, sequence in zip(files, sequences.tolist(), strict=True):
-            numbers, mine = by_drive.setdefault(self.drive_of[id(file)], ([], []))
-            numbers.append(file.number)
-            mine.append(sequence)
-        return [
-            drive.write(now, note, drive.folder, np.array(numbers, np.uint64), np.array(mine, np.uint64), sync)
-            for drive, (numbers, mine) in by_drive.items()
-        ]
+        by_drive: dict[Drive, list[tuple[SegmentFile, U64]]] = {}
+        for file, sequences in gone:
+            by_drive.setdefault(self.drive_of[id(file)], []).append((file, sequences))
+        waiting = []
+        for drive, parts in by_drive.items():
+            numbers = np.repeat(np.array([file.number for file, _ in parts], np.uint64), [len(sequences) for _, sequences in parts])
+            waiting.append(drive.write(now, note, drive.folder, numbers, np.concatenate([sequences for _, sequences in parts]), sync))
+        return waiting
 
     def lose(self, now: float, drive: Drive, reason: str) -> None:
         """A disk is gone: nothing of it is listed."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from umbp.store.ssd_format import BLOCK, ITEM, RecordHead, blocks, check_of, encode_head, head_blocks, padded, piece_sums, words_of
+from umbp.store.ssd_format import BLOCK, ITEM, RecordHead, blocks, body_sums, checks_of, encode_head, head_blocks, padded, words_of
 from umbp.store.ssd_system import System, aligned, aligned_copy, write_all
 from umbp.types import U8, U64
 
@@ -98,10 +98,10 @@ class Flight:
 
 def write_record(system: System, file: SegmentFile, draft: Draft, at: int, day: int, day_bytes: int, *, direct: bool) -> Any:
     """Write a record to block ``at``: (n,) of `PAGE`. OSError as the disk says."""
-    sums = np.stack([piece_sums(body) for body in draft.bodies])
+    sums = body_sums(draft.bodies)
     items = np.zeros(len(draft.bodies), ITEM)
     items["key"], items["whole"] = words_of(draft.keys), draft.wholes
-    items["check"] = [check_of(row) for row in sums]
+    items["check"] = checks_of(sums)
     head = RecordHead(file.number, at, draft.sequence, day, day_bytes, draft.namespace, draft.size, items, sums)
     text, length = encode_head(head), padded(draft.size)
     buffers: list[Any]
