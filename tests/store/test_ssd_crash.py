@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.store.disks import Forgetful, Names, keys_of, make_tier
 from umbp.store.index import place_word
-from umbp.store.ssd import SsdTier
+from umbp.store.ssd import Batch, SsdTier
 from umbp.store.ssd_cleaning import clean_steps
-from umbp.store.ssd_system import finish
-from umbp.types import ReadStatus, WriteStatus
+from umbp.store.ssd_system import Steps, finish
+from umbp.types import U8, ReadStatus, WriteStatus
 
 SIZES = {1: 4096, 2: 10_000}
 SEGMENT = 128 << 10
@@ -56,7 +58,7 @@ class Run:
             names = {(number, key) for key in keys}
             self.unsure = names
             if verb == "write":
-                status = tier.write(0.0, self.place(number), keys_of(*keys), np.stack([body(number, key) for key in keys]))
+                status = self.write(tier, number, keys)
                 for key, code in zip(keys, status.tolist(), strict=True):
                     if code in (WriteStatus.STORED, WriteStatus.EXISTS):
                         self.stored.add((number, key))
@@ -85,6 +87,21 @@ class Run:
             self.unsure = set()
             assert tier.counters.dropped == tier.counters.evicted == 0
 
+    def write(self, tier: SsdTier, number: int, keys: list[int]) -> U8:
+        """In two batches, both of which are on their way before the first one is answered."""
+        asked: list[tuple[Steps[U8], list[Any] | U8]] = []
+        for part in filter(None, (keys[:3], keys[3:])):
+            bodies = [memoryview(body(number, key)) for key in part]
+            steps = tier.write_steps(0.0, Batch(self.place(number), keys_of(*part), bodies, np.zeros(len(part), np.uint64), straight=False))
+            asked.append((steps, advance(steps)))
+        statuses = []
+        for steps, at in asked:
+            while isinstance(at, list):
+                wait(at)
+                at = advance(steps)
+            statuses.append(at)
+        return np.concatenate(statuses)
+
     def check(self) -> None:
         """The promises."""
         tier = self.open()
@@ -106,6 +123,14 @@ class Run:
         assert tier.counters.damaged == tier.counters.unreadable == 0
         tier.check()
         tier.close()
+
+
+def advance(steps: Steps[U8]) -> list[Any] | U8:
+    """What it waits for next, or its result."""
+    try:
+        return next(steps)
+    except StopIteration as stop:
+        return np.asarray(stop.value)
 
 
 def changes_of(folder: Path, seed: int) -> int:

@@ -8,7 +8,8 @@ At most one file is ACTIVE. Appending: records go to their places in parallel, t
 answered survives a power cut, and a record that is torn was never answered. While the last of an append's records are on their way, those
 of the next one are given to the threads already, if they go to the same file (`_look_ahead`): the disk is not idle between two batches.
 They lie behind the first ones and are answered after them, by a sync of their own; if the first ones fail, or the file is sealed, they are
-waited for, count as never written, and are written elsewhere when their turn comes. A file is begun by its header with a new number and
+waited for, count as never written, and are written elsewhere when their turn comes. A file that is full is sealed while the first records
+of the next one are on their way, so two may be unsealed when the power goes. A file is begun by its header with a new number and
 reused without being made anew: its space stays ours, and a full disk cannot take it. It is freed by a header that says so, synced, before
 anything else can happen to it.
 
@@ -101,6 +102,7 @@ class Folder:
         self.refused_space = False  # the file system had no room for one more file
         self.last = (0, 0)  # the day on which was written last, and how many bytes on it
         self.coming: deque[Append] = deque()  # what the worker was asked to append and has not begun, in order; the tier adds to it
+        self._full: list[SegmentFile] = []  # and not sealed yet
         self._ahead: tuple[Append, Flight] | None = None  # the first of those, if some of it is on its way
         self._writers = Workers(WRITERS, f"ssd-write-{os.path.basename(path)}")
         self._lock: int | None = None
@@ -139,7 +141,7 @@ class Folder:
             if fd is not None:
                 with contextlib.suppress(OSError):
                     self.system.close(fd)
-        self.files, self._free, self.active, self._lock = {}, [], None, None
+        self.files, self._free, self._full, self.active, self._lock = {}, [], [], None, None
 
     def is_there(self) -> bool:
         """Whether the folder is still the one that was opened. OSError as the system says."""
@@ -249,23 +251,34 @@ class Folder:
     def append(self, request: Append) -> tuple[list[Placed], OSError | Full | None]:
         """Write these records, in order, which `coming` holds; those that are on disk for good, and why the others are not."""
         self.coming.remove(request)
-        placed: list[Placed] = []
+        placed, flights = list[Placed](), self._taken_ahead(request)
         try:
-            flight = self._taken_ahead(request)
-            while len(placed) < len(request.drafts):
-                if flight is None:
-                    left = request.drafts[len(placed) :]
-                    file = self._file_for(left[0], request.spare)
-                    before = request.day_bytes + sum(draft.blocks * BLOCK for draft in request.drafts[: len(placed)])
-                    flight = self._give(left, Flight(file, request.day, file.end, file.count, before))
-                    assert flight.records, "a record is larger than a file"
-                last = len(placed) + len(flight.records) == len(request.drafts)
-                placed += self._land(flight, look_ahead=last)
-                flight.file.written_at = request.now
-                flight = None
-        except (OSError, Full) as error:
+            reason = self._give_rest(request, flights)
+            while flights:
+                self._seal_full(flights)
+                placed += self._land(flights[0], look_ahead=reason is None and len(flights) == 1)
+                flights.pop(0).file.written_at = request.now
+            self._seal_full(flights)
+        except OSError as error:
+            wait([future for flight in flights for future in flight.futures])  # of a file after the one that failed: as if never written
             return placed, error
-        return placed, None
+        return placed, reason
+
+    def _give_rest(self, request: Append, flights: list[Flight]) -> OSError | Full | None:
+        """Give all of these records that are not in flight to the threads, in as many files as it takes; why not more."""
+        given = sum(len(flight.records) for flight in flights)
+        try:
+            while given < len(request.drafts):
+                file, left = self.active, request.drafts[given:]
+                if flights or file is None or not self._fits(file, file.end, file.count, left[0]):
+                    file = self._begin_file(request.spare)
+                before = flights[-1].day_bytes if flights else request.day_bytes
+                flights.append(self._give(left, Flight(file, request.day, file.end, file.count, before)))
+                assert flights[-1].records, "a record is larger than a file"
+                given += len(flights[-1].records)
+        except (OSError, Full) as error:
+            return error
+        return None
 
     def _give(self, drafts: list[Draft], flight: Flight) -> Flight:
         """Give as many of these records to the threads as fit into the file."""
@@ -293,8 +306,8 @@ class Folder:
                 raise errors[0]
             self.system.sync(file.fd)
         except OSError:
-            self.active = None  # what is answered is before the hole; nothing will be after it
-            file.state = SEALED
+            if self.active is file:
+                self.active = None  # what is answered is before the hole; nothing will be after it
             with contextlib.suppress(OSError):
                 self._seal(file)
             raise
@@ -319,12 +332,12 @@ class Folder:
             if self._give(request.drafts, behind).records:
                 self._ahead = (request, behind)
 
-    def _taken_ahead(self, request: Append) -> Flight | None:
+    def _taken_ahead(self, request: Append) -> list[Flight]:
         """Its records that are on their way already."""
         if self._ahead is None or self._ahead[0] is not request:
-            return None
+            return []
         flight, self._ahead = self._ahead[1], None
-        return flight
+        return [flight]
 
     def _write_record(self, file: SegmentFile, day: int, record: tuple[Draft, int, int]) -> Any:
         draft, at, day_bytes = record
@@ -349,15 +362,11 @@ class Folder:
             count -= 1
         return count
 
-    def _file_for(self, draft: Draft, spare: int) -> SegmentFile:
-        """The active file if it has room, else another. Full if there is none."""
-        file = self.active
-        if file is not None and self._fits(file, file.end, file.count, draft):
-            return file
-        if file is not None:
+    def _begin_file(self, spare: int) -> SegmentFile:
+        """Another active file; the one before is sealed later (`_seal_full`). Full if there is none."""
+        if self.active is not None:
+            self._full.append(self.active)
             self.active = None
-            file.state = SEALED
-            self._seal(file)
         if self.room_files <= spare:
             raise Full
         if not self._free:
@@ -402,8 +411,16 @@ class Folder:
         file = self.files[slot] = SegmentFile(slot, fd)
         return file
 
+    def _seal_full(self, flights: list[Flight]) -> None:
+        """Seal the files that are full, but for those into which any of this flies; what comes next is on its way meanwhile."""
+        for file in [file for file in self._full if all(flight.file is not file for flight in flights)]:
+            self._seal(file)
+
     def _seal(self, file: SegmentFile) -> None:
-        if self._ahead is not None:  # behind the last record, where the summary is about to go
+        """Nothing is added to this file any more, and it is said so on disk."""
+        file.state = SEALED
+        self._full = [other for other in self._full if other is not file]
+        if self._ahead is not None and self._ahead[1].file is file:  # behind the last record, where the summary is about to go
             wait(self._ahead[1].futures)
             self._ahead = None
         pages = np.concatenate(file.parts) if file.parts else np.zeros(0, PAGE)
@@ -416,9 +433,9 @@ class Folder:
         """At a stop in order: all notes are written, and the next start need not go through the file that is being filled."""
         if self.removals.behind:
             self.removals.note(np.empty(0, np.uint64), np.empty(0, np.uint64), sync=True)
+        self._seal_full([])
         if self.active is not None:
             file, self.active = self.active, None
-            file.state = SEALED
             self._seal(file)
 
     def free(self, file: SegmentFile) -> None:

@@ -1,6 +1,6 @@
 """What a segment file holds, found out at start: from its summary if it was sealed, else by going through its records.
 
-A sealed file costs three reads (header, trailer, summary): 80 bytes a page. An unsealed one is read whole, at most one file a folder after
+A sealed file costs three reads (header, trailer, summary): 80 bytes a page. An unsealed one is read whole, at most two files a folder after
 any end of the process, and every body of it is verified, since nothing says which of them were synced before the power went. What does not
 verify is not listed. A damaged head hides the length of its record; the next one is then looked for block by block. Whatever follows the
 last good record is a torn tail and counts as free space.
