@@ -123,7 +123,7 @@ class PoolConfig:
     keys_max: int | None = _option("Memory", _or_auto(_count(1, 1 << 32)), "auto", "1000000", "keys the index holds; auto: by size")
     hugepages: str = _option("Memory", _choice("auto", "off", "on"), "auto", "auto", "2 MiB pages: auto, off, on")
     numa: str = _option("Memory", _numa, "auto", "0,1", "auto, off, interleave, or nodes: a region on each, writers use the nearest")
-    numa_strict: bool = _option("Memory", _switch, "off", "on", "no start where memory is not on the nodes named by numa")
+    numa_strict: bool = _option("Memory", _switch, "off", "off", "no start where memory is not on the nodes named by numa")
     prefault_threads: int | None = _option("Memory", _or_auto(_count(1, 256)), "auto", "4", "threads that fault memory in at start")
     ssd: tuple[SsdFolder, ...] = _option(
         "SSD", _ssd_folders, "", "/nvme0/umbp:2TiB", "folder and most bytes of its files; may be given several times", (), several=True
