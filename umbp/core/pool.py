@@ -384,12 +384,20 @@ class Pool:
         """Batches that wait for checksums."""
         return len(self._unsummed)
 
-    def set_sums(self, ids: I64, versions: U64, sums: U64) -> Mask:
-        """Enter checksums for those that are still the same object; which."""
+    def sums_of(self, ids: I64, versions: U64) -> U64:
+        """The checksums of these objects, (n,) uint64; 0 for those that have none yet or are gone."""
         same = self.versions(ids, versions)
-        self.table.entries[ids[same], W_SUM] = sums[same]
-        self.counters.sums += int(np.count_nonzero(same))
-        return same
+        return np.where(same, self.table.entries[np.where(same, ids, 0), W_SUM], np.uint64(0))
+
+    def set_sums(self, ids: I64, versions: U64, sums: U64) -> U64:
+        """Enter checksums for those that are still the same object and have none; `sums_of` them then.
+
+        The first one stays: by what is made later, bytes that have changed since would be right.
+        """
+        new = self.versions(ids, versions) & (self.sums_of(ids, versions) == 0)
+        self.table.entries[ids[new], W_SUM] = sums[new]
+        self.counters.sums += int(np.count_nonzero(new))
+        return self.sums_of(ids, versions)
 
     # -- policies ----------------------------------------------------------------------------------------------------------------------
 

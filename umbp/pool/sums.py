@@ -2,7 +2,8 @@
 
 xxh3-64 over the object's bytes; 0 is kept for "none yet". A batch waits until commits have paused for a moment, at most `WAIT_SECONDS_MAX`:
 a checksum reads every byte once more, and a writer that is using the memory's bandwidth should have it. Between slices the thread looks
-again. An object that goes meanwhile has another version afterwards, and its sum is thrown away.
+again. An object that goes meanwhile has another version afterwards, and its sum is thrown away. One that has its sum by now, as a reader
+asked for it, is not summed again: it would cost another pass over its bytes, and hide what became of them since.
 """
 
 from __future__ import annotations
@@ -51,18 +52,18 @@ class Summer:
                 await self.make(*batch, polite=True)
 
     async def make(self, ids: I64, versions: U64, *, polite: bool = False) -> U64:
-        """Checksums of these objects, entered in the index; 0 for those that are gone."""
-        sums = np.zeros(len(ids), np.uint64)
+        """Checksums of these objects, made where there are none and entered in the index; 0 for those that are gone."""
+        sums = self.pool.sums_of(ids, versions)
         loop = asyncio.get_running_loop()
-        todo = np.flatnonzero(self.pool.versions(ids, versions))  # a client may ask for ids that never were
+        todo = np.flatnonzero(self.pool.versions(ids, versions) & (sums == 0))  # a client may ask for ids that never were
         while len(todo):
             count = max(1, int(np.searchsorted(np.cumsum(self.pool.objects.size[ids[todo]]), SLICE_BYTES)))
             part, todo = todo[:count], todo[count:]
-            alive = part[self.pool.versions(ids[part], versions[part])]
-            offsets, lengths = self.pool.objects.offset[ids[alive]], self.pool.objects.size[ids[alive]]
+            sums[part] = self.pool.sums_of(ids[part], versions[part])
+            part = part[self.pool.versions(ids[part], versions[part]) & (sums[part] == 0)]
+            offsets, lengths = self.pool.objects.offset[ids[part]], self.pool.objects.size[ids[part]]
             made = await loop.run_in_executor(self._thread, checksums, self.data, offsets, lengths)
-            same = self.pool.set_sums(ids[alive], versions[alive], made)
-            sums[alive[same]] = made[same]
+            sums[part] = self.pool.set_sums(ids[part], versions[part], made)
             if polite and len(todo):
                 await self._quiet()
         return sums
