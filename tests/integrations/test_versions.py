@@ -34,6 +34,7 @@ def newer(folder: Path, engine: str, package: str) -> Path:
     ("module", "engine", "known", "package", "lacks"),
     [
         ("umbp.integrations.sglang", "sglang", "0.5.23", "sglang/srt", "sglang.srt.mem_cache"),
+        ("umbp.integrations.sglang_hicache", "sglang", "0.5.23", "sglang/srt", "sglang.srt.mem_cache"),
         ("umbp.integrations.vllm", "vllm", "0.33.0", "vllm/distributed", "vllm.distributed.kv_transfer"),
         ("umbp.integrations.vllm_offloading", "vllm", "0.33.0", "vllm/v1", "vllm.v1.kv_offload"),
     ],
@@ -41,7 +42,7 @@ def newer(folder: Path, engine: str, package: str) -> Path:
 def test_another_version_is_named_with_what_does_not_fit(
     module: str, engine: str, known: str, package: str, lacks: str, tmp_path: Path
 ) -> None:
-    pytest.importorskip("torch", reason="the integrations need torch: UMBP_WITH_TORCH=1 scripts/test installs it")
+    (tmp_path / "torch.py").write_text("raise ImportError('torch was asked for first')")
     last = imported(module, newer(tmp_path, engine, package)).stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: this integration was run with {engine} {known}; installed here: 9.9.9, which does not fit (")
     assert f"No module named '{lacks}'" in last

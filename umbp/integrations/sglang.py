@@ -47,7 +47,6 @@ from umbp.integrations import versions
 from umbp.integrations.kv_events import Publisher, Residents
 from umbp.integrations.windows import leading, windows_that_are_whole
 from umbp.layout import KEYS_PER_CALL_MAX
-from umbp.loader import Load, Loader
 from umbp.types import I64, U8, Mask
 from umbp.wire import LARGE_BATCH_MAX
 
@@ -71,11 +70,13 @@ try:
     from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
     from sglang.srt.utils import get_device_module
 
+    # Then what needs torch, which takes seconds: another SGLang is named before that, and where there is no torch too.
     from umbp.integrations.sglang_leases import Held, Leases
     from umbp.integrations.sglang_loads import LayerLoads, distinct, never
     from umbp.integrations.sglang_offloads import Node, OffloadQueue, Part
     from umbp.integrations.sglang_place import Place, Settings, data_parallel_rank, open_namespace
     from umbp.integrations.sglang_pools import Bundle, bundles, device_group, keys_of
+    from umbp.loader import Load, Loader
 except ImportError as error:
     raise versions.does_not_fit("sglang", KNOWN, str(error)) from error
 if unmet := UnifiedCacheLinker.__abstractmethods__ - METHODS:

@@ -28,7 +28,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-import torch
 
 from umbp.client import Namespace, connect
 from umbp.errors import InvalidRequest, UmbpError
@@ -36,7 +35,6 @@ from umbp.integrations import versions
 from umbp.integrations.sglang_identity import revision_of
 from umbp.integrations.windows import leading, windows_that_are_whole
 from umbp.layout import KEYS_PER_CALL_MAX, Component, Layout
-from umbp.loader import Loader
 from umbp.types import I64, KEY_BYTES, U8, Mask, ReadStatus, WriteStatus
 
 KNOWN = ("0.5.23",)
@@ -45,6 +43,10 @@ try:
     from sglang.srt.runtime_context import get_server_args
 except ImportError as error:
     raise versions.does_not_fit("sglang", KNOWN, str(error)) from error
+else:  # what takes seconds: another SGLang is named before that, and where there is no torch too
+    import torch
+
+    from umbp.loader import Loader
 
 log = logging.getLogger("umbp.integrations.sglang_hicache")
 OWN = (  # SGLang's own keys of the extra configuration
