@@ -112,7 +112,7 @@ class Lease:
         if self._over:
             return False
         self._over = True
-        self._link.leases.pop(self.number, None)
+        self._link.drop(self)
         return True
 
     def raise_if_lost(self, unchanged: Mask) -> None:

@@ -181,9 +181,6 @@ class Link:
             self.owed.add(self.bond)
         for opened in self.namespaces:
             yield from self.open_namespace(opened)
-        for lease in self.leases.values():
-            lease.lost = True
-        self.leases.clear()
         self.statistics.connects += 1
         self.welcome = reply
         assert self.segment is not None
@@ -192,6 +189,9 @@ class Link:
             rows = found.sessions[:, S_SESSION]
             row = found.sessions[int(np.flatnonzero(rows == reply.session)[0])]
             views = (found.reader(), found.words, found.namespaces, found.data.array, row, found.bell())
+            for lease in self.leases.values():
+                lease.lost = True
+            self.leases.clear()
             self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, reply.fetches, self._ssd_index(reply), reply.far)
         self.up = True
         if self.near is not None:
@@ -280,6 +280,20 @@ class Link:
 
     # -- leases ------------------------------------------------------------------------------------------------------------------------
 
+    def keep(self, lease: Lease, bond: Bond) -> None:
+        """A lease that the pool has granted under this bond, to be renewed; lost, where that is over by now."""
+        with self._lock:
+            if self.bond is bond:
+                self.leases[lease.number] = lease
+            else:
+                lease.lost = True
+
+    def drop(self, lease: Lease) -> None:
+        """It is over. One of a later session may have its number by now, and stays."""
+        with self._lock:
+            if self.leases.get(lease.number) is lease:
+                del self.leases[lease.number]
+
     def due_for_renewal(self, now: float) -> list[Lease]:
         """Leases at a third of their time or later, a bounded number."""
         due = [lease for lease in list(self.leases.values()) if lease.renew and now >= lease.renewed_at + lease.seconds / 3]
@@ -290,7 +304,7 @@ class Link:
         for lease in leases:
             if lease.number in lost:
                 lease.lost = True
-                self.leases.pop(lease.number, None)
+                self.drop(lease)
             else:
                 lease.renewed_at = asked
 

@@ -258,7 +258,7 @@ class Operations:
             return Lease.of_nothing(self.link, self.opened, len(array), self.object_bytes)
         held = blob.take(np.uint8, len(array)).astype(bool) & look.found.hit
         lease = Lease(self.link, self.opened, reply.number, look, held, self.object_bytes, asked, reply.seconds, renew=renew)
-        self.link.leases[reply.number] = lease
+        self.link.keep(lease, look.bond)
         try:
             bad, unknown = yield from self._wrong(look, np.flatnonzero(held), lambda i: lease.view(i).data, verify)
         except BaseException:
