@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Lowest first. A part imports itself and parts of lower floors, never its neighbours: so pool and loader cannot meet.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors"}),
-    frozenset({"grammar"}),
+    frozenset({"grammar", "blob"}),
     frozenset({"options"}),
     frozenset({"config", "machine", "layout", "metrics", "wire", "policies", "kernels"}),
     frozenset({"core", "store", "admin"}),

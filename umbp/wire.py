@@ -3,9 +3,9 @@
     frame    u32 bytes that follow | u32 bytes of header | header (JSON) | arrays, one after the other, little-endian, no padding
 
 A client opens a session on the pool's Unix socket as an HTTP upgrade (`UPGRADE_REQUEST`), then sends one request and reads one reply at
-a time; `Note`, `Near`, `UseSpare` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is a number
-of keys, m of reserved objects. Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes that
-connection and no other.
+a time; `Note`, `Near`, `UseSpare`, `Taken` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is
+a number of keys, m of reserved objects. Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes
+that connection and no other.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from umbp.blob import Arrays
+from umbp.blob import Blob as Blob
 from umbp.errors import ProtocolError
-from umbp.types import KEY_BYTES
 
 VERSION = 3
 FRAME_BYTES_MAX = 8 << 20  # 65,536 keys with ids, versions and sums are 3.4 MiB
@@ -228,7 +228,8 @@ class Leave(Message, frozen=True, tag="leave"):
 class Fetch(Message, frozen=True, tag="fetch", omit_defaults=True):
     """Bring what is not in DRAM from wherever it is, within ``seconds``; answered at once. ``before``: the key before the first, or "".
 
-    ``stages``: what of each page to read first, second, ...: byte ranges (`umbp.core.stages`). Arrays: keys u8[n, 32].
+    ``stages``: what of each page to read first, second, ...: byte ranges (`umbp.core.stages`). ``passing``: pages that cannot stay in DRAM
+    are taken too, and `Taken` is sent for them. Arrays: keys u8[n, 32].
     """
 
     row: Row
@@ -237,6 +238,14 @@ class Fetch(Message, frozen=True, tag="fetch", omit_defaults=True):
     seconds: FetchSeconds
     before: Hex = ""
     stages: Annotated[list[Annotated[list[tuple[Number, Number]], msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=8)] = []
+    passing: bool = False
+
+
+class Taken(Message, frozen=True, tag="taken"):
+    """Pages of a fetch that cannot stay have been copied: others may have their place. No reply. Arrays: indices i64[n] of its keys."""
+
+    number: Number
+    n: Batch
 
 
 class GetFetched(Message, frozen=True, tag="get_fetched"):
@@ -288,7 +297,7 @@ class Bye(Message, frozen=True, tag="bye"):
 _OfSessions: TypeAlias = Hello | Near | OpenNamespace | LetGo | GetStatus | Bye
 _OfPages: TypeAlias = Reserve | Commit | UseSpare | TakeLease | Renew | Release | Remove | Flush | Note | Corrupt | MakeSums | Pin | Unpin
 _OfGroups: TypeAlias = TakeScratch | GiveScratch | OpenGroup | Join | Leave
-_OfFetches: TypeAlias = Fetch | GetFetched | EndFetch | Locate | Prefetch | GetPrefetched
+_OfFetches: TypeAlias = Fetch | GetFetched | Taken | EndFetch | Locate | Prefetch | GetPrefetched
 Request: TypeAlias = _OfSessions | _OfPages | _OfGroups | _OfFetches
 
 # -- replies -----------------------------------------------------------------------------------------------------------------------
@@ -298,7 +307,8 @@ class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
     """The session is open. ``segment`` is the path of the shared-memory file; ``fetches``: pages may be had from elsewhere than DRAM.
 
     ``ssd`` is the path of the SSD tier's index, where there is one; ``far``: pages may be had from other nodes. ``numa``: NUMA nodes on
-    which this pool has memory, where a client may choose (`Near`).
+    which this pool has memory, where a client may choose (`Near`). What lies at ``passage`` or beyond, in the segment's data, only passes
+    through (`Taken`); 0: nothing does.
     """
 
     session: int
@@ -313,6 +323,7 @@ class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
     ssd: str = ""
     far: bool = False
     numa: tuple[int, ...] = ()
+    passage: int = 0
 
 
 class NamespaceOpened(Message, frozen=True, tag="namespace"):
@@ -423,8 +434,6 @@ _encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
-Arrays: TypeAlias = npt.NDArray[Any]
-
 
 def encode(message: Message, *arrays: Arrays) -> bytes:
     """One frame."""
@@ -460,39 +469,3 @@ def decode(frame: bytes | bytearray | memoryview, decoder: msgspec.json.Decoder[
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"not a message of this protocol: {error}") from None
     return message, Blob(view[8 + header :])
-
-
-class Blob:
-    """Takes arrays off the rest of a frame, in order; `end` checks that all was taken."""
-
-    __slots__ = ("_at", "_view")
-
-    def __init__(self, view: memoryview) -> None:
-        self._view = view
-        self._at = 0
-
-    def take(self, dtype: npt.DTypeLike, count: int) -> Arrays:
-        """The next ``count`` items, read-only. ProtocolError if the frame is too short."""
-        kind = np.dtype(dtype)
-        end = self._at + count * kind.itemsize
-        if end > len(self._view):
-            raise ProtocolError(f"the frame has {len(self._view)} bytes of arrays, {end} are needed")
-        array = np.frombuffer(self._view[self._at : end], kind)
-        self._at = end
-        return array
-
-    def keys(self, count: int) -> npt.NDArray[np.uint8]:
-        """The next ``count`` page keys, (count, 32) uint8."""
-        return self.take(np.uint8, count * KEY_BYTES).reshape(count, KEY_BYTES)
-
-    def document(self, size: int) -> dict[str, Any]:
-        """The text of a `Document`. ProtocolError if it is not JSON."""
-        try:
-            return msgspec.json.decode(self.take(np.uint8, size).tobytes(), type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise ProtocolError(f"not a document: {error}") from None
-
-    def end(self) -> None:
-        """ProtocolError if something is left."""
-        if self._at != len(self._view):
-            raise ProtocolError(f"{len(self._view) - self._at} bytes too many in a frame")

@@ -72,9 +72,9 @@ def test_parts_of_a_write_end_each_for_itself() -> None:
     script.run(OPEN)
     pool, row = script.pool, script.rows["a"]
     made = pool.reserve(0.0, 1, row, keys_of(1, 2, 3, 4), b"", 5.0)
-    assert pool.split(2, made.number, np.array([True, False, False, False])) == 0  # another's
-    assert pool.split(1, made.number, np.ones(4, bool)) == 0  # nothing would be left
-    other = pool.split(1, made.number, np.array([False, True, False, True]))
+    assert pool.writes.split(2, made.number, np.array([True, False, False, False])) == 0  # another's
+    assert pool.writes.split(1, made.number, np.ones(4, bool)) == 0  # nothing would be left
+    other = pool.writes.split(1, made.number, np.array([False, True, False, True]))
     pool.check()
     assert not pool.reserve(0.0, 2, row, keys_of(2), b"", 1.0).mine.any()  # still on its way
     assert pool.commit(0.0, 1, made.number, np.ones(2, bool), None).tolist() == [WriteStatus.STORED] * 2
@@ -84,8 +84,8 @@ def test_parts_of_a_write_end_each_for_itself() -> None:
     assert stored(pool, row, 1, 2, 3, 4) == [True, True, True, False]
     pool.check()
     late = pool.reserve(0.0, 1, row, keys_of(5, 6), b"", 1.0)
-    part = pool.split(1, late.number, np.array([True, False]))
+    part = pool.writes.split(1, late.number, np.array([True, False]))
     pool.writes.expire(2.0)
-    assert pool.split(1, late.number, np.array([True])) == 0
+    assert pool.writes.split(1, late.number, np.array([True])) == 0
     assert pool.commit(2.0, 1, part, np.ones(1, bool), None).tolist() == [WriteStatus.EXPIRED]
     pool.check()

@@ -10,6 +10,7 @@ And one connection without a client behind it, for what no client would do: `Wir
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import os
@@ -18,7 +19,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,7 @@ from umbp.client.connection import Connection
 from umbp.client.steps import Call
 from umbp.layout import Namespace
 from umbp.store import segment
+from umbp.types import WriteStatus
 
 # Only failures take these: a machine that others keep busy is a fifth as fast, and what hangs hangs for longer.
 HEAR_SECONDS_MAX = 60.0
@@ -83,6 +85,25 @@ IDENTITY = {"model": "m", "page_tokens": 64}
 def open_namespace(pool: Any, size: int, **identity: Any) -> Any:
     """A namespace of opaque objects of this size."""
     return pool.namespace(**{**IDENTITY, "layout": Layout.opaque(size), **identity})
+
+
+@contextlib.contextmanager
+def all_leased(client: Any, size: int) -> Iterator[list[int]]:
+    """All of a pool's DRAM is leased: pages of this size, from 1000 on, of a namespace "leased" of their own."""
+    space = open_namespace(client, size, tenant="leased")
+    numbers: list[int] = []
+    with contextlib.ExitStack() as leases:
+        while True:
+            some = range(1000 + len(numbers), 1016 + len(numbers))
+            codes = space.put(keys_of(*some), values_of(some, size)).codes
+            numbers += [number for number, code in zip(some, codes.tolist(), strict=True) if code == WriteStatus.STORED]
+            lease = leases.enter_context(space.lease(keys_of(*some)))
+            assert lease.held.sum() == np.count_nonzero(codes == WriteStatus.STORED)
+            if len(numbers) < some.stop - 1000:
+                break
+        assert open_namespace(client, size, tenant="more").put(keys_of(1), values_of([1], size)).codes.tolist() == [WriteStatus.ALL_LEASED]
+        yield numbers
+    space.flush()
 
 
 class Child:

@@ -11,6 +11,9 @@ The *mark* of a page is the version of the reservation under which it was seen. 
 last copy: the page counts if its entry is committed under that very mark at that moment. Then it was never given back in between, so all
 bytes that were copied are the committed ones, whatever was evicted, removed, restarted or killed meanwhile.
 
+A page that there is no room for is whole when it comes, and stays only until it is said to be had (`Arrivals.take`): what was copied before
+counts if it was `held` then.
+
 What is not seen is asked about now and then, as with any fetch (`umbp.client.fetches`).
 """
 
@@ -20,7 +23,7 @@ import time
 
 import numpy as np
 
-from umbp.client.fetches import ANSWER_SECONDS, Wanted, ask, end
+from umbp.client.fetches import ANSWER_SECONDS, Wanted, ask, end, taken
 from umbp.client.link import Bond
 from umbp.client.operations import Operations
 from umbp.client.steps import Operation
@@ -44,6 +47,7 @@ class Arrivals:
         self.offsets: I64 = np.zeros(n, np.int64)
         self._ids: I64 = np.zeros(n, np.int64)
         self._marks: U64 = np.zeros(n, np.uint64)
+        self.had: Mask = np.zeros(n, bool)  # those that passed through, and were held when they had been copied
         self._operations = operations
         self._wanted = Wanted(np.arange(n), np.full(n, PENDING, np.uint8), time.monotonic() + seconds + ANSWER_SECONDS)
 
@@ -86,7 +90,18 @@ class Arrivals:
         if self._operations.link.number_of(self.bond, self._operations.opened) != self.number:
             same[:] = False
         same &= self._marks != 0
-        return same
+        return same | self.had
+
+    def passing(self) -> I64:
+        """Those that are whole and cannot stay: to be copied now, and then said to be."""
+        at: I64 = np.flatnonzero((self.state == WHOLE) & ~self.had & (self.offsets >= self.bond.passage))
+        return at if self.bond.passage else at[:0]
+
+    def take(self, which: I64) -> Operation[None]:
+        """These of `passing` have been copied; those that went meanwhile are lost."""
+        self.had[which] = self.held()[which]
+        self.state[which[~self.had[which]]] = LOST
+        yield from taken(self._wanted, which)
 
     def causes(self) -> str:
         """Why pages are lost, as far as the pool has said so; for the log."""
@@ -102,7 +117,7 @@ class Arrivals:
 
     def ask(self, seconds: float, stages: tuple[Ranges, ...]) -> Operation[None]:
         """Have the pool bring them."""
-        yield from ask(self._operations, self._wanted, self.keys, seconds, stages)
+        yield from ask(self._operations, self._wanted, self.keys, seconds, stages, passing=True)
 
     def _see(self) -> None:
         """What has become of entries that were seen before."""

@@ -8,6 +8,9 @@ something of it has come to its end. What has come is then seen in the shared in
 come is asked about, and all of it now and then. Pages that have come are copied while others are on their way; until the client ends the
 fetch the pool keeps them from eviction.
 
+Where the pool has no room for pages they come all the same, a few at a time, and stay only until the client says that it has them
+(`umbp.pool.passing`): `get` and loads say so when they have copied them.
+
 Only what the index does not show costs a call, and only where the pool said at hello that it has sources: a pool that is all there is
 answers a miss as before, without one.
 """
@@ -24,16 +27,19 @@ from typing import Any
 import numpy as np
 
 from umbp import wire
+from umbp.client.buffers import Rows
 from umbp.client.link import Bond, Look
 from umbp.client.operations import Operations
 from umbp.client.steps import Listen, Operation, Send
 from umbp.core.stages import Ranges
 from umbp.errors import InvalidRequest, UmbpError, Unavailable
 from umbp.layout import as_keys
+from umbp.store.index import W_OFFSET
 from umbp.types import I64, NOWHERE, PENDING, U8, Mask, PrefetchState, ReadStatus, Statuses, Tier
 
 FETCH_SECONDS = 2.0  # a prefill computes some 10 pages in this time: who has not come by then is better recomputed
 LISTEN_SECONDS = 0.005  # the longest without hearing whether the caller has enough
+TRIES = 3  # for pages that had come, and were gone when this process came to copy them
 LOOK_SECONDS = 0.02  # and without a look at the index, for pages that come by other ways: a look at 128 keys takes 0.1 ms
 ASK_SECONDS = (0.25, 0.05)  # between two questions what has become of the rest, where the bell did not ring for a page that is not coming:
 # before the deadline, and after it, when the pool has ended the fetch in a moment
@@ -76,6 +82,11 @@ class Wanted:
     def over(self) -> bool:
         """Whether nothing more is to be waited for."""
         return not (self.status == PENDING).any() or time.monotonic() > self.give_up
+
+    @property
+    def refused(self) -> bool:
+        """Whether pages did not come though there is time: there was no room for them."""
+        return bool((self.status == ReadStatus.BUSY.value).any()) and time.monotonic() < self.give_up - ANSWER_SECONDS
 
     def fresh(self) -> tuple[I64, Look | None]:
         """Indices of the caller's keys that have come since this was asked last; and how they were found, where one look found them."""
@@ -127,14 +138,27 @@ def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: floa
     missing = np.flatnonzero(statuses.codes == ReadStatus.MISS.value)
     if not len(missing) or not seconds or not operations.may_fetch:
         return statuses
-    array, rows, codes = as_keys(keys), operations.rows(out), statuses.codes
+    array, rows, codes, until = as_keys(keys), operations.rows(out), statuses.codes, time.monotonic() + seconds
+    for _ in range(TRIES):
+        gone = yield from _get_absent(operations, array, rows, codes, missing, verify, until - time.monotonic())
+        if not len(gone) or time.monotonic() >= until:
+            break
+        missing = gone
+    return statuses
+
+
+def _get_absent(operations: Operations, array: U8, rows: Rows, codes: U8, missing: I64, verify: str, seconds: float) -> Operation[I64]:
+    """Have these pages (indices) brought and copy them out, their codes with them; those that had come, and had gone before the copy."""
     wanted = Wanted(missing, np.full(len(missing), PENDING, np.uint8), time.monotonic() + seconds + ANSWER_SECONDS)
     try:
-        yield from ask(operations, wanted, array, seconds)
+        yield from ask(operations, wanted, array, seconds, passing=True)
         while True:
             fresh, look = wanted.fresh()
             if len(fresh):
+                look = look or operations.look(array[fresh])
                 codes[fresh] = (yield from operations.read(array[fresh], rows.only(fresh), verify, look)).codes
+                if look is not None and (through := passing(look)).any():
+                    yield from taken(wanted, np.searchsorted(missing, fresh[through]))
             if wanted.over:
                 break
             yield from wanted.pause()
@@ -145,7 +169,8 @@ def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: floa
         yield from end(wanted)
     absent = wanted.status != ReadStatus.HIT.value
     codes[missing[absent]] = np.where(wanted.status[absent] == PENDING, ReadStatus.BUSY.value, wanted.status[absent])
-    return statuses
+    gone: I64 = missing[~absent & (codes[missing] == ReadStatus.MISS.value)]
+    return gone
 
 
 def hold(operations: Operations, keys: U8, seconds: float, stop: Callable[[], bool]) -> Operation[Wanted | None]:
@@ -226,8 +251,33 @@ def prefetch_status(operations: Operations, request_id: str) -> Operation[Prefet
 # -- steps of it ---------------------------------------------------------------------------------------------------------------------
 
 
-def ask(operations: Operations, wanted: Wanted, keys: U8, seconds: float, stages: tuple[Ranges, ...] = ()) -> Operation[None]:
-    """Have these pages brought, in these stages where a part of a page is of use (`umbp.core.stages`)."""
+def passing(look: Look) -> Mask:
+    """Which of the pages that were found only pass through; (n,) bool."""
+    found: Mask = look.found.hit & (look.found.rows[:, W_OFFSET] >= look.bond.passage) & (look.bond.passage > 0)
+    return found
+
+
+def taken(wanted: Wanted, places: I64) -> Operation[None]:
+    """These pages, of those that only pass through, have been copied: indices of ``wanted``."""
+    for number, part in wanted.parts:
+        mine = places[(places >= part.start) & (places < part.stop)] - part.start
+        if len(mine):
+            yield Send(wire.Taken(number, len(mine)), (mine,), wanted.bond)
+
+
+def ask(
+    operations: Operations,
+    wanted: Wanted,
+    keys: U8,
+    seconds: float,
+    stages: tuple[Ranges, ...] = (),
+    *,
+    passing: bool = False,
+) -> Operation[None]:
+    """Have these pages brought, in these stages where a part of a page is of use (`umbp.core.stages`).
+
+    ``passing``: those that cannot stay too; `taken` is said of them.
+    """
     order = [list(stage) for stage in stages]
     bond, number = operations.current()
     wanted.bond, wanted.seen, wanted.asked_at = bond, np.zeros(len(wanted.which), bool), time.monotonic()
@@ -237,7 +287,7 @@ def ask(operations: Operations, wanted: Wanted, keys: U8, seconds: float, stages
         part = slice(start, min(start + wire.BATCH_MAX, len(wanted.which)))
         which = wanted.which[part]
         before = keys[which[0] - 1].tobytes().hex() if which[0] else ""
-        reply, blob = yield bond.call(wire.Fetch(operations.opened.row, number, len(which), seconds, before, order), keys[which])
+        reply, blob = yield bond.call(wire.Fetch(operations.opened.row, number, len(which), seconds, before, order, passing), keys[which])
         if reply.number:
             wanted.parts.append((reply.number, part))
         wanted.status[part] = blob.take(np.uint8, reply.n)

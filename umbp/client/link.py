@@ -70,6 +70,7 @@ class Bond:
     fetches: bool = False  # pages that are not in DRAM may be had from elsewhere
     ssd: IndexReader | None = None  # the index of this node's SSD tier
     far: bool = False  # and from other nodes
+    passage: int = 0  # from here on in ``data`` pages only pass through; 0: nowhere
 
     def call(self, message: wire.Message, *arrays: Any, seconds: float = CALL_SECONDS_MAX) -> Call:
         """A request that counts under this bond only."""
@@ -192,7 +193,8 @@ class Link:
             for lease in self.leases.values():
                 lease.lost = True
             self.leases.clear()
-            self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, reply.fetches, self._ssd_index(reply), reply.far)
+            elsewhere = (reply.fetches, self._ssd_index(reply), reply.far, reply.passage)
+            self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, *elsewhere)
         self.up = True
         if self.near is not None:
             yield from self.be_near(self.near)

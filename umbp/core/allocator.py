@@ -71,10 +71,11 @@ class AllocatorStatistics:
 class Allocator:
     """Free space of one segment. Offsets are multiples of 256 below ``capacity_bytes``."""
 
-    def __init__(self, capacity_bytes: int, regions: int = 1) -> None:
+    def __init__(self, capacity_bytes: int, regions: int = 1, all_bytes: int = 0) -> None:
+        """``all_bytes``: of the memory that the regions are of, where the end of it is used for something else."""
         self.capacity_bytes = capacity_bytes // SMALL_GRANULE * SMALL_GRANULE
         self.free_bytes = 0
-        self.starts = region_starts(self.capacity_bytes, regions)
+        self.starts = region_starts(all_bytes or self.capacity_bytes, regions)
         self.edges = self.starts[1:]  # that no run and no object crosses
         self._edges = frozenset(self.edges.tolist())
         self.sizes: list[int] = np.diff(np.r_[self.starts, self.capacity_bytes]).tolist()

@@ -66,6 +66,14 @@ class Page:
     waiters: list[tuple[Ticket, int]] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class Passed:
+    """Pages that cannot stay and are leased for a ticket: those that its client has not taken, and bytes of all of them."""
+
+    keys: set[bytes]
+    size_bytes: int
+
+
 @dataclass(slots=True, eq=False)
 class Ticket:
     """One request. ``status`` (n,) uint8: a `ReadStatus` a key, or PENDING; ``left`` how many are. ``session`` 0: a prefetch."""
@@ -87,6 +95,8 @@ class Ticket:
     expired: bool = False
     over_at: float = float("inf")
     leases: list[int] = field(default_factory=list)  # the shell's: what protects the pages that are there
+    passing: bool = False  # its client takes pages that cannot stay, and says so
+    passed: dict[int, Passed] = field(default_factory=dict)  # the shell's, by lease: such pages that it has not taken
 
     @property
     def over(self) -> bool:
@@ -171,6 +181,7 @@ class Fetches:
         hold: float = 0.0,
         far: bool = True,
         stages: tuple[Ranges, ...] = (),
+        passing: bool = False,
     ) -> Ticket:
         """A ticket for these keys. ``there``: which are in DRAM already. ``before``: the key before the first, or b"".
 
@@ -183,7 +194,7 @@ class Fetches:
             raise LimitReached(f"this session waits for {len(mine)} fetches, which is the limit", field="fetch")
         status = np.where(there, ReadStatus.HIT, PENDING).astype(np.uint8)
         ticket = Ticket(self._next, session, row, namespace, keys, status, int(np.count_nonzero(~there)), deadline, hold=hold, far=far)
-        ticket.stages = stages
+        ticket.stages, ticket.passing = stages, passing
         self._next += 1
         self.tickets[ticket.number] = ticket
         if session:

@@ -61,17 +61,21 @@ class Leases:
     def __repr__(self) -> str:
         return f"<Leases {len(self.leases)} leases of {len(self.by_session)} sessions, {len(self.pins)} pins>"
 
-    def grant(self, now: float, session: int, ids: I64, versions: U64, seconds: float) -> tuple[Lease, Mask]:
-        """Lease those of these objects that are still of this version; the mask says which. LimitReached changes nothing."""
+    def grant(self, now: float, session: int, ids: I64, versions: U64, seconds: float, *, passing: bool = False) -> tuple[Lease, Mask]:
+        """Lease those of these objects that are still of this version; the mask says which. LimitReached changes nothing.
+
+        What only passes through (`umbp.core.passage`) is held for nobody, but for ``passing``: then it is all that is held.
+        """
         objects = self.objects
         held: Mask = (objects.state[ids] == LIVE) & (objects.table.versions_of(ids) == versions)
         held &= objects.row[ids] >= 0  # flushed objects are gone, though their removal is still under way
+        held &= objects.passing(ids) == passing
         distinct = np.unique(ids[held])
         mine = self.by_session.get(session, set())
         if len(mine) >= LEASES_PER_SESSION_MAX:
             raise LimitReached(f"this session holds {len(mine)} leases, the limit is {LEASES_PER_SESSION_MAX}: release some", field="lease")
         added = int(objects.size[distinct[objects.leases[distinct] == 0]].sum())
-        if objects.leased_bytes + added > self.bytes_max:
+        if objects.leased_bytes + added > self.bytes_max and not passing:  # those have a share of their own
             raise LimitReached(
                 f"{objects.leased_bytes} bytes are leased, {added} more would pass the limit of {self.bytes_max}",
                 field="lease_share",
@@ -129,7 +133,7 @@ class Leases:
         """Pin these objects (those that are live), until a time or, with 0 seconds, until taken back."""
         if len(self.pins) >= PINS_MAX:
             raise LimitReached(f"there are {len(self.pins)} pins, the limit is {PINS_MAX}: take some back", field="pins")
-        distinct = np.unique(ids[self.objects.state[ids] == LIVE])
+        distinct = np.unique(ids[(self.objects.state[ids] == LIVE) & ~self.objects.passing(ids)])
         expires = now + seconds if seconds else float("inf")
         pin = Pin(self._number(), session, distinct, self.objects.table.versions_of(distinct), expires, note)
         self.objects.pin(distinct)

@@ -16,3 +16,4 @@ class Limits:
     watermark_high: float = 0.95
     watermark_low: float = 0.90
     checksum: str = "lazy"
+    passage_bytes: int = 0  # of the pool, for pages that only pass through (`umbp.core.passage`)

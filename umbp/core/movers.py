@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WAYS = ("auto", "fused", "staged", "solo")
-CAUSES = ("no_group", "asked", "small", "verify", "too_many_pages", "replicated", "unmapped", "unreachable", "no_meeting", "ssd")
+CAUSES = ("no_group", "asked", "small", "verify", "too_many_pages", "replicated", "unmapped", "unreachable", "no_meeting", "ssd", "no_room")
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,10 @@ from typing import Protocol
 
 import numpy as np
 
-from umbp.core.allocator import Allocator, rounded
+from umbp.core.allocator import PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, Allocator, rounded
 from umbp.core.claims import Claims
 from umbp.core.outbox import Outbox
+from umbp.core.passage import Passage
 from umbp.policies.base import EvictionPolicy, Inserted, Request
 from umbp.types import F64, I32, I64, U8, U64, Mask
 
@@ -119,8 +120,11 @@ class Parents:
 class Objects:
     """State arrays, allocator and policy of one pool."""
 
-    def __init__(self, table: Table, allocator: Allocator, policy: EvictionPolicy) -> None:
+    def __init__(self, table: Table, allocator: Allocator, policy: EvictionPolicy, passage: Passage | None = None) -> None:
+        """``passage``: behind the memory of ``allocator``; none if it is not given."""
         n = len(table.entries)
+        end = allocator.capacity_bytes
+        self.passage = passage or Passage(end, end, 0)
         self.capacity = n
         self.table = table
         self.allocator = allocator
@@ -194,6 +198,8 @@ class Objects:
         alive &= (parents.versions == 0) | (parents.versions == self.table.versions_of(parents.ids))
         known = np.where(alive, parents.ids, -1).astype(np.int32)
         self._untold.append(Inserted(now, ids.astype(np.int32), known, fingerprints))
+        if (passing := self.passing(ids)).any():
+            ids = ids[~passing]
         self.outbox.came(ids)
         if self.fresh is not None:
             self.fresh.append(ids)
@@ -284,7 +290,11 @@ class Objects:
         n = len(ids)
         if not n:
             return
-        self.allocator.free(self.offset[ids], self.size[ids])
+        offsets, sizes, passing = self.offset[ids], self.size[ids], self.passing(ids)
+        if passing.any():
+            self.passage.free(offsets[passing], sizes[passing])
+            offsets, sizes = offsets[~passing], sizes[~passing]
+        self.allocator.free(offsets, sizes)
         for account, part in self._by_account(ids):
             self._charge(account, -len(part))
         self._free[self.free_ids : self.free_ids + n] = ids
@@ -315,7 +325,15 @@ class Objects:
     def settle(self, now: float) -> None:
         """After the last `adopt`: make free list, free space and counts fit. SegmentError if objects overlap or lie outside."""
         held = np.flatnonzero(self.state != FREE)
-        self.allocator.occupy(self.offset[held], self.size[held])
+        units = np.where(self.size[held] < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
+        ends = self.offset[held] + -(-self.size[held] // units) * units
+        border = self.passage.start
+        if len(across := ends[(self.offset[held] < border) & (ends > border)]):
+            self.passage.narrow(-(-int(across.max()) // PAGE_GRANULE) * PAGE_GRANULE)
+            self.allocator = Allocator(self.passage.start, len(self.allocator.starts), self.passage.end)
+        passing = self.passing(held)
+        self.allocator.occupy(self.offset[held[~passing]], self.size[held[~passing]])
+        self.passage.occupy(self.offset[held[passing]], self.size[held[passing]])
         free = np.flatnonzero(self.state == FREE)[::-1]
         self.free_ids = len(free)
         self._free[: len(free)] = free
@@ -380,6 +398,10 @@ class Objects:
 
     # -- questions ---------------------------------------------------------------------------------------------------------------------
 
+    def passing(self, ids: I64) -> Mask:
+        """Which of these only pass through."""
+        return self.passage.among(self.offset[ids])
+
     @property
     def evictable(self) -> int:
         """Live objects without lease or pin."""
@@ -391,7 +413,7 @@ class Objects:
         return sum(account.live_keys for account in limbo), sum(account.held_bytes for account in limbo)
 
     def allocated_bytes(self) -> int:
-        """Bytes of the segment that are not free, rounding included."""
+        """Bytes of the segment that are not free, rounding included, but for what only passes through."""
         return self.allocator.capacity_bytes - self.allocator.free_bytes
 
     def live_ids(self, row: int | None = None) -> I64:
@@ -415,7 +437,11 @@ class Objects:
         assert np.array_equal(free, np.flatnonzero(self.state == FREE)), "the free list is wrong"
         assert self.used_bytes == int(self.size[held].sum()) == sum(account.held_bytes for account in self.accounts.values())
         sizes = np.array([rounded(size) for size in self.size[held].tolist()], np.int64)
-        assert self.allocated_bytes() == int(sizes.sum()), "memory is leaked or given twice"
+        passing = self.passing(held)
+        assert self.allocated_bytes() == int(sizes[~passing].sum()), "memory is leaked or given twice"
+        passage = self.passage.allocator
+        assert passage.capacity_bytes - passage.free_bytes == int(sizes[passing].sum()), "memory of the passage is leaked or given twice"
+        passage.check()
         order = np.argsort(self.offset[held])
         starts, ends = self.offset[held][order], (self.offset[held] + sizes)[order]
         assert (starts[1:] >= ends[:-1]).all(), "objects overlap"

@@ -31,7 +31,8 @@ from umbp.core.leases import Lease, Leases, Pin
 from umbp.core.limits import Limits
 from umbp.core.namespaces import NamespaceState, remember
 from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Counters, Objects
-from umbp.core.puts import Puts, Reserved, flushed
+from umbp.core.passage import IDS, Passage
+from umbp.core.puts import PUT, Kind, Puts, Reserved, flushed
 from umbp.core.room import Room, Watermarks
 from umbp.core.scratch import Scratch
 from umbp.core.spares import Spares
@@ -68,7 +69,9 @@ class Pool:
         self.limits = limits
         self.eviction, self.admission_name = eviction, admission
         policy = build(EVICTION, eviction, len(table.entries))
-        self.objects = Objects(table, Allocator(capacity_bytes, regions), guarded(policy, len(table.entries), self._oldest_first))
+        passage = Passage(capacity_bytes - limits.passage_bytes, capacity_bytes, IDS if limits.passage_bytes else 0)
+        allocator = Allocator(passage.start, regions, capacity_bytes)
+        self.objects = Objects(table, allocator, guarded(policy, len(table.entries), self._oldest_first), passage)
         self.admission: AdmissionPolicy = guarded_admission(build(ADMISSION, admission, len(table.entries)))
         self.room = Room(self.objects, Watermarks(limits.watermark_high, limits.watermark_low))
         self.leases = Leases(
@@ -121,6 +124,7 @@ class Pool:
         self.objects.settle(now)
         live = self.objects.live_ids()
         shown = self.table.rebuild(live)
+        shown &= ~self.objects.passing(live)  # those of a former life that lie where pages only pass through now
         self.objects.hide(live[~shown], evicted=True)  # keys entered in another order may, once in a blue moon, not all find a slot
         live = live[shown]
         self._tell_policy(now, self.objects.policy)
@@ -246,25 +250,25 @@ class Pool:
     # -- writes ------------------------------------------------------------------------------------------------------------------------
 
     def reserve(
-        self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float, *, number: int | None = None, admit: bool = True
+        self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float, *, number: int | None = None, kind: Kind = PUT
     ) -> Reserved:
         """Room for those of these keys that are neither stored nor being written. ``parent`` is the key before the first, or empty.
 
         ``number`` is the namespace number that the client knows: if the row has another now (a flush, or a new segment), all is FLUSHED.
-        ``admit``: the admission policy has a say.
+        ``kind``: who decides, and where they go.
         """
-        reserved = self.begin_reserve(now, session, row, keys, parent, seconds, number=number, admit=admit)
+        reserved = self.begin_reserve(now, session, row, keys, parent, seconds, number=number, kind=kind)
         self.settle()
         return reserved
 
     def begin_reserve(
-        self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float, *, number: int | None = None, admit: bool = True
+        self, now: float, session: int, row: int, keys: U8, parent: bytes, seconds: float, *, number: int | None = None, kind: Kind = PUT
     ) -> Reserved:
         """`reserve`, as far as its client waits for it. `settle` must follow."""
         account = self.find_namespace(row).account
         if number is not None and number != account.number:
             return flushed(len(keys))
-        return self.puts.begin_reserve(now, session, account, keys, parent, seconds, admit=admit)
+        return self.puts.begin_reserve(now, session, account, keys, parent, seconds, kind)
 
     def commit(self, now: float, session: int, number: int, filled: Mask, sums: U64 | None) -> U8:
         """End a reservation: show what was filled. One status per item, in the order of its ids."""
@@ -294,10 +298,6 @@ class Pool:
     def commit_some(self, now: float, session: int, number: int, chosen: Mask, sums: U64) -> bool:
         """Show these of a reservation's items, which are filled, while others are still being filled. False: nothing was done."""
         return self.writes.finish_some(now, session, number, chosen, sums)
-
-    def split(self, session: int, number: int, chosen: Mask) -> int:
-        """These of a reservation's items are one of their own from now on, which ends when it will; its number. 0: nothing was done."""
-        return self.writes.split(session, number, chosen)
 
     @property
     def being_written(self) -> int:

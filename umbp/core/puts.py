@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
@@ -21,6 +22,17 @@ from umbp.errors import InvalidRequest
 from umbp.policies.base import AdmissionPolicy
 from umbp.store.index import Found, IndexWriter, hashes, key_words, nothing_found, place_word
 from umbp.types import I64, U8, U64, Mask, WriteStatus
+
+
+class Kind(Enum):
+    """Of a write: what is put, if the admission policy lets it; what is fetched; what is fetched and only passes through its passage."""
+
+    PUT = 1
+    FETCH = 2
+    PASS = 3
+
+
+PUT, FETCH, PASS = Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +87,11 @@ class Puts:
     def __repr__(self) -> str:
         return f"<Puts {self.writes!r}>"
 
-    def begin_reserve(
-        self, now: float, session: int, account: Account, keys: U8, parent: bytes, seconds: float, *, admit: bool
-    ) -> Reserved:
+    def begin_reserve(self, now: float, session: int, account: Account, keys: U8, parent: bytes, seconds: float, kind: Kind) -> Reserved:
         """Room for what is absent of these keys, as far as the client waits for it. `settle` must follow."""
         absent = self._absent(account, keys)
         status, mine, found = absent.status, absent.mine, absent.found
-        if admit and self.admission is not None and mine.any():
+        if kind is PUT and self.admission is not None and mine.any():
             admitted = self.admission.admit(now, absent.prints[mine], fill=self._fill())
             if not admitted.all():
                 declined = np.flatnonzero(mine)[~admitted]
@@ -90,7 +100,7 @@ class Puts:
         if not self.writes.may_start(session):
             status[mine] = WriteStatus.TOO_MANY_RESERVATIONS.value
             mine[:] = False
-        offsets = self._make_room(now, session, account, found, status, mine)
+        offsets = self._make_room(now, session, account, found, status, mine, passing=kind is PASS)
         if not len(offsets):
             return Reserved(0, status, mine, np.empty(0, np.int64), offsets)
         chosen = np.flatnonzero(mine)
@@ -141,10 +151,12 @@ class Puts:
         names: list[bytes] = words.view("V32").reshape(-1).tolist()
         return Absent(status, self._first_of_absent(account, found.hit, names), found, words, names, prints, place)
 
-    def _make_room(self, now: float, session: int, account: Account, found: Found, status: U8, mine: Mask) -> I64:
+    def _make_room(self, now: float, session: int, account: Account, found: Found, status: U8, mine: Mask, *, passing: bool) -> I64:
         """Memory for what is ``mine``; what there is none for is not mine any more, and its ``status`` says why."""
         stored, count = found.ids[found.hit], int(np.count_nonzero(mine))
-        if len(stored):
+        if passing:
+            offsets, reason = self.room.make_passage(account, count)
+        elif len(stored):
             self.objects.acknowledged_at[stored] = now
             with self.objects.held(stored):  # what is answered EXISTS must not be what makes room for the rest
                 offsets, reason = self.room.make_room(now, account, count, session)

@@ -75,21 +75,33 @@ class Room:
                 spare = max(0, (account.quota_bytes - account.held_bytes) // size)
                 if spare < count:
                     count, reason = spare, WriteStatus.OVER_QUOTA
-        if objects.free_ids < count:
-            self._evict(now, count - objects.free_ids)
-            while objects.free_ids < count and self.reclaim():
+        kept = objects.passage.ids
+        if objects.free_ids - kept < count:
+            self._evict(now, count - (objects.free_ids - kept))
+            while objects.free_ids - kept < count and self.reclaim():
                 pass
-            if objects.free_ids < count:
-                count, reason = objects.free_ids, WriteStatus.KEY_LIMIT
+            if objects.free_ids - kept < count:
+                count, reason = max(0, objects.free_ids - kept), WriteStatus.KEY_LIMIT
         offsets = objects.allocator.allocate(size, count, region)
         while len(offsets) < count:
             if not self._free_some(now, size, count - len(offsets), offsets) and not self.reclaim():
                 reason = WriteStatus.ALL_LEASED if objects.evictable == 0 else WriteStatus.FRAGMENTED
                 break
-            more = objects.allocator.allocate(size, min(count - len(offsets), objects.free_ids - len(offsets)), region)
+            more = objects.allocator.allocate(size, min(count - len(offsets), objects.free_ids - kept - len(offsets)), region)
             offsets = np.concatenate([offsets, more])
         self._count_near(offsets, region)
         return offsets, reason
+
+    def make_passage(self, account: Account, count: int) -> tuple[I64, WriteStatus]:
+        """Offsets for up to ``count`` objects that only pass through; what lies there and nobody holds goes for them."""
+        objects, size = self.objects, account.object_bytes
+        count = min(count, objects.free_ids)
+        offsets = objects.passage.allocate(size, count)
+        if len(offsets) < count:
+            there = np.flatnonzero(objects.state == LIVE)
+            objects.hide(there[objects.passing(there) & (objects.leases[there] == 0)], evicted=False)
+            offsets = np.concatenate([offsets, objects.passage.allocate(size, count - len(offsets))])
+        return offsets, WriteStatus.STORED if len(offsets) else WriteStatus.ALL_LEASED
 
     def _count_near(self, offsets: I64, region: int) -> None:
         """How many pages came to be in the region that their writer wanted."""
@@ -257,7 +269,7 @@ class Room:
         units = np.where(objects.size[held] < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
         starts = np.r_[objects.offset[held], taken]
         ends = np.r_[objects.offset[held] + -(-objects.size[held] // units) * units, taken + length]
-        blocked = np.r_[~eligible(held), np.ones(len(taken), bool)]
+        blocked = np.r_[~eligible(held), np.ones(len(taken), bool)]  # what passes through lies behind all windows
         order = np.argsort(starts)
         order = order[(ends[order] > low) & (starts[order] < high)]
         ids, starts, ends, blocked = np.r_[held, np.full(len(taken), -1)][order], starts[order], ends[order], blocked[order]
@@ -291,6 +303,7 @@ class Eligibility:
     def __call__(self, ids: I32 | I64 | slice) -> Mask:
         objects = self.objects
         mask: Mask = (objects.state[ids] == LIVE) & (objects.leases[ids] == 0) & (objects.pins[ids] == 0)
+        mask &= objects.offset[ids] < objects.passage.start
         if (claimed := objects.claims.among(ids)) is not None:
             mask &= ~claimed
         if self.row >= 0:

@@ -18,7 +18,8 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,7 +81,7 @@ class Load:
         self._held: Mask = np.zeros(pages, bool)
         self._reason = ""
         self._over = False
-        self._claimed = False
+        self._claimed = self._ahead = False
         self._change = threading.Condition()
         self._waiters: list[Callable[[], None]] = []
 
@@ -153,14 +154,27 @@ class Load:
         if self.start is not None:
             self.start.hold()
 
+    @contextmanager
+    def ahead(self) -> Generator[None]:
+        """What is moved in this block is some of the pages, before the others: it makes no layer ready."""
+        self._ahead = True
+        try:
+            yield
+        finally:
+            self._ahead = False
+
     def queue(self, layers: int, mark: Mark) -> None:
         """All layers below this one will be in their slots behind this mark."""
+        if self._ahead:
+            return
         with self._change:
             self._marks.append((layers, mark))
             self._notify()
 
     def advance(self, layers_ready: int) -> None:
         """All layers below this one are in their slots."""
+        if self._ahead:
+            return
         with self._change:
             self.ready_at[self.layers_ready : layers_ready] = time.monotonic() - self.started
             self.layers_ready = layers_ready

@@ -11,7 +11,8 @@ alone. Which of the two, and how, is `umbp.core.movers`'s choice.
 
 Pages that are not in DRAM (`umbp.client.fetches`) are brought there first, for at most `FETCH_SHARE` of the load's time, and held until the
 load is over; what has not come by then is missing. A load of pages that are all in DRAM makes no call for it. Where a good part is on this
-node's SSD, it begins with the layers that have been read (`umbp.loader.streams`).
+node's SSD, it begins with the layers that have been read (`umbp.loader.streams`); pages that DRAM has no room for are moved as they come
+(but for a load that compares checksums: for that they are missing).
 
 An offload: see `umbp.loader.offloads`.
 
@@ -37,6 +38,7 @@ from umbp.client.fetches import end, hold
 from umbp.core.movers import WAYS, Choice, Facts, choose
 from umbp.core.roofline import Load as LoadShape
 from umbp.core.roofline import break_even
+from umbp.core.stages import Stages
 from umbp.errors import InvalidRequest, LeaseLost, UmbpError
 from umbp.layout import as_keys
 from umbp.loader.area import TABLE_PAGES_MAX
@@ -47,7 +49,7 @@ from umbp.loader.group import Alone, Group, Rank
 from umbp.loader.handles import Load, Offload
 from umbp.loader.offloads import Offloads
 from umbp.loader.runtime import Fault, Runtime
-from umbp.loader.streams import Stream, Streaming, streaming_or_none
+from umbp.loader.streams import Stream, no_room, streaming_or_none
 from umbp.loader.tensors import KvTensors, as_slots
 from umbp.types import I64, NOWHERE, U8, Mask
 
@@ -55,6 +57,10 @@ log = logging.getLogger("umbp.loader")
 DEADLINE_SECONDS = 10.0
 FETCH_SHARE = 0.8  # of a load's time may be spent on waiting for pages from elsewhere: the rest is for moving what came
 COPY_THREADS_MAX = 4
+STREAMED = {
+    "ssd": "a good part is on SSD: each rank moves what has been read of it",
+    "no_room": "there is no room for some of the pages in DRAM: each rank moves them as they pass through",
+}
 LAYER_GROUPS = 8  # what the break-even is asked for: a typical load
 
 
@@ -226,9 +232,14 @@ class Loader:
                 return
             seconds = max(0.0, FETCH_SHARE * (load.deadline - time.monotonic()))
             if verify == "never" and (streaming := streaming_or_none(self.namespace, keys)) is not None:
-                self._stream(load, keys, slots, after, taken, seconds, streaming)
+                self._stream(load, keys, slots, after, taken, seconds, streaming, "ssd")
                 return
             wanted = self.namespace.run(hold(self.namespace.operations, keys, seconds, lambda: load.over or load.cancelled))
+            if verify == "never" and wanted is not None and wanted.refused:
+                seconds = max(0.0, FETCH_SHARE * (load.deadline - time.monotonic()))
+                how = no_room(self.namespace.identity.layout, self.namespace.object_bytes, len(keys))
+                self._stream(load, keys, slots, after, taken, seconds, how, "no_room")
+                return
             if after is not None:
                 after.synchronize()
             choice = self._choose(len(keys), verify)
@@ -251,12 +262,12 @@ class Loader:
             if wanted is not None:
                 self.namespace.run(end(wanted))
 
-    def _stream(self, load: Load, keys: U8, slots: I64, after: Any, taken: Taken, seconds: float, how: Streaming) -> None:
-        """A load of pages that are on SSD, to its end: the first layers first."""
+    def _stream(self, load: Load, keys: U8, slots: I64, after: Any, taken: Taken, seconds: float, how: Stages, cause: str) -> None:
+        """A load whose pages are moved as they come, to its end."""
         if after is not None:
             after.synchronize()
-        self._went(load, Choice("solo", "ssd", f"{how.ssd_bytes} bytes are on SSD: each rank moves what has been read of them"))
-        stream = Stream(load, self.namespace, self._mover, slots, taken, how.stages.needs)
+        self._went(load, Choice("solo", cause, STREAMED[cause]))
+        stream = Stream(load, self.namespace, self._mover, slots, taken, how.needs)
         with contextlib.suppress(LeaseLost):  # what did not count was told as missing
             stream.run(keys, seconds, how, lambda held, reason: self._end(load, held, reason, taken))
 

@@ -11,6 +11,10 @@ pages from other nodes none before they are whole.
     repeat: look -> layers that every page has which is not lost -> move them, for all pages at once -> tell the load
     at the end: pages of the lease by the lease, the others by their marks
 
+Pages that there is no room for in DRAM come whole and stay for a moment (`umbp.pool.passing`): they are moved as they come, all their
+layers at once, and layers are ready when all of them have come. A load that waited for whole pages, and was told that there is no room, is
+done so too: `no_room`.
+
 *Invariant 1*: what was moved early counts if the page is committed under the very mark under which it was seen, looked at after the last
 move (`Arrivals.held`). A page that fails late is missing, though its first layers were moved: `finish` names exactly those pages. A page
 that failed before does not hold up the others.
@@ -26,7 +30,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -34,6 +37,7 @@ from umbp.client import Lease, Namespace
 from umbp.client.arrivals import LOST, Arrivals, arrive
 from umbp.core.stages import Stages, stages
 from umbp.errors import Unavailable
+from umbp.layout import Layout
 from umbp.loader.copies import Taken
 from umbp.loader.handles import Load
 from umbp.loader.mover import Mover
@@ -43,15 +47,7 @@ SSD_SHARE = 8  # a disk of 7 GB/s is to a host link of 55 GB/s as 1 to 8
 SSD_BYTES_MIN = 32 << 20  # less is read whole in the time of some polls
 
 
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """How a load is to be streamed: the order of its bytes, and how many of them are on SSD."""
-
-    stages: Stages
-    ssd_bytes: int
-
-
-def streaming_or_none(namespace: Namespace, keys: U8) -> Streaming | None:
+def streaming_or_none(namespace: Namespace, keys: U8) -> Stages | None:
     """How to stream this load; None if it is not worth it. No call: reads the tier's index."""
     operations, layout = namespace.operations, namespace.identity.layout
     bond = operations.link.bond_or_none()
@@ -66,7 +62,13 @@ def streaming_or_none(namespace: Namespace, keys: U8) -> Streaming | None:
     if pages * SSD_SHARE < len(keys) or size < SSD_BYTES_MIN:
         return None
     order = stages(layout.offsets, layout.sizes, namespace.object_bytes, pages)
-    return Streaming(order, size) if order.ranges else None
+    return order if order.ranges else None
+
+
+def no_room(layout: Layout, size: int, pages: int) -> Stages:
+    """How a load goes on whose pages, of ``size`` bytes, have no room: each is moved when it comes."""
+    order = stages(layout.offsets, layout.sizes, size, pages)
+    return Stages((), order.needs)
 
 
 class Stream:
@@ -77,14 +79,14 @@ class Stream:
         self._slots, self._needs = slots, needs
         self._ready = 0  # layers that are in the slots
 
-    def run(self, keys: U8, seconds: float, how: Streaming, end: Callable[[Mask, str], None]) -> None:
+    def run(self, keys: U8, seconds: float, how: Stages, end: Callable[[Mask, str], None]) -> None:
         """All of it. ``end`` is told which pages are there, and why the others are not, before the pool hears that it is over."""
         load, namespace = self._load, self._namespace
         held: Mask = np.zeros(len(keys), bool)
         with namespace.lease(keys, max(0.001, load.deadline - time.monotonic()), noted=load.noted) as lease:
             rest = np.flatnonzero(~lease.held)
             try:
-                arrivals = namespace.run(arrive(namespace.operations, keys[rest], seconds, how.stages.ranges))
+                arrivals = namespace.run(arrive(namespace.operations, keys[rest], seconds, how.ranges))
             except Unavailable:
                 return end(held, "no pool answers at the moment")
             try:
@@ -106,8 +108,10 @@ class Stream:
             if load.over or load.cancelled or time.monotonic() > load.deadline:
                 return False
             namespace.run(arrivals.look())
+            if len(through := arrivals.passing()) and not self._pass(arrivals, through, rest):
+                return False
             there = lease.held.copy()
-            there[rest] = arrivals.state != LOST
+            there[rest] = (arrivals.state != LOST) & ~arrivals.had
             offsets[rest] = arrivals.offsets
             common = np.bitwise_and.reduce(arrivals.chunks[arrivals.state != LOST], initial=np.uint64((1 << 64) - 1))
             layers = int(np.count_nonzero((common & self._needs) == self._needs))  # needs only grow from layer to layer
@@ -122,5 +126,14 @@ class Stream:
                 return True
             namespace.run(arrivals.pause())
 
+    def _pass(self, arrivals: Arrivals, through: I64, rest: I64) -> bool:
+        """Move pages that cannot stay, and let them go; False if the load was stopped on the way."""
+        slots, data = self._slots[rest[through]], arrivals.bond.data
+        with self._load.ahead():
+            moved = self._mover.restore(self._load, data, arrivals.offsets[through], slots, self._taken)
+        if moved:
+            self._namespace.run(arrivals.take(through))
+        return moved
 
-__all__ = ["Stream", "Streaming", "streaming_or_none"]
+
+__all__ = ["Stream", "no_room", "streaming_or_none"]

@@ -8,7 +8,8 @@ it, and reads each offer in parts, in order, so that the first pages are there e
     offers -> cheapest -> (a part: reserve -> read -> compare checksums -> commit -> land) ... -> what failed: once more, elsewhere
 
 Parts of which a load sees the first layers early are read stage by stage (`umbp.pool.staged`), and what fails of them is tried elsewhere at
-once (`umbp.pool.elsewhere`).
+once (`umbp.pool.elsewhere`). Pages for which there is no room pass through a part of the segment of its own, one after the other
+(`umbp.pool.passing`).
 
 A source that knows of pages to be right before the read has ended says so, and these are committed and land at once. A reservation is the
 pool's own (session 0), and what is left of it is committed or given back when its read has ended, whatever happened; nothing is visible
@@ -18,10 +19,6 @@ moment is waited for.
 
 Nothing waits behind a slow place (`umbp.pool.places`): it has two reads under way at most and holds only their memory, each read has a time
 limit, and a place that failed is not asked by anybody for a while.
-
-``policy``: *copy* keeps what was fetched like any other page. *promote* does too, and the node that it came from does not count the read as
-a use, so that its own copy goes before those that are used there. *pass_through* keeps it only while somebody who waited for it has it
-leased; so it is also with pages that the admission policy declines.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 
@@ -40,14 +38,15 @@ from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.errors import LimitReached, UmbpError
 from umbp.pool.elsewhere import Same
-from umbp.pool.parts import Part, SourceCounts, names
+from umbp.pool.keeping import Keeping
+from umbp.pool.parts import Left, Part, SourceCounts, names
+from umbp.pool.passing import Passing
 from umbp.pool.places import Places
 from umbp.pool.rooms import Rooms
 from umbp.pool.sources import Offer, Ranged, Source, Space, Taken
 from umbp.pool.staged import Staged, checked_stages
 from umbp.store.bell import Bell
 from umbp.store.checksums import checksums
-from umbp.store.index import hashes, key_words
 from umbp.transport.base import Lingering
 from umbp.types import I64, NOWHERE, U8, U64, Mask, ReadStatus, Tier, WriteStatus
 
@@ -78,19 +77,18 @@ class Fetching:
         sources: Sequence[Source],
         policy: str = "copy",
     ) -> None:
-        """``bell``: the segment's; rung for clients whose pages have come, or are not coming."""
+        """``bell``: the segment's; rung for clients whose pages have come, or are not coming. ``policy``: see `umbp.pool.keeping`."""
         self.pool = pool
         self.data = data
         self.bell = bell
         self.now = now
         self.wake = wake
         self.sources = list(sources)
-        self.policy = policy
         self.fetches = Fetches()
         self.counts = {source.name: SourceCounts() for source in self.sources}
         self.places = Places(now)
-        self.staged = Staged(self)
-        self._passing: dict[int, np.uint64] = {}  # entries that go with their last lease, and their versions
+        self.staged, self.passing = Staged(self), Passing(self)
+        self.keeping = Keeping(pool, policy, self.passing)
         self._more = asyncio.Event()
         self.reads = asyncio.Semaphore(READS_MAX)
         self._batches = 0
@@ -102,11 +100,22 @@ class Fetching:
     # -- for sessions ------------------------------------------------------------------------------------------------------------------
 
     def fetch(
-        self, now: float, session: int, row: int, number: int, keys: U8, before: bytes, seconds: float, stages: Sequence[Any] = ()
+        self,
+        now: float,
+        session: int,
+        row: int,
+        number: int,
+        keys: U8,
+        before: bytes,
+        seconds: float,
+        *,
+        stages: Sequence[Any] = (),
+        passing: bool = False,
     ) -> Ticket | None:
         """A ticket for these pages; None if the namespace has another number by now. What is in DRAM already is leased at once.
 
         ``stages``: byte ranges of a page, in the order in which they are wanted, where the caller looks at pages before they are whole.
+        ``passing``: the caller takes pages that cannot stay (`umbp.pool.passing`), and says so.
         """
         account = self.pool.find_namespace(row).account
         if number != account.number:
@@ -114,13 +123,27 @@ class Fetching:
         found, order = self.pool.find_keys(account, keys), checked_stages(stages, account.object_bytes)
         there = found.hit if self.sources else np.ones(len(keys), bool)
         ticket = self.fetches.ask(
-            now, names(keys), there, session=session, row=row, namespace=number, deadline=now + seconds, before=before, stages=order
+            now,
+            names(keys),
+            there,
+            session=session,
+            row=row,
+            namespace=number,
+            deadline=now + seconds,
+            before=before,
+            stages=order,
+            passing=passing,
         )
         if not self.sources:
             ticket.status[~found.hit] = ReadStatus.MISS
-        self._protect(now, ticket, found.ids[found.hit], found.versions[found.hit])
+        self.keeping.protect(now, ticket, names(keys[found.hit]), found.ids[found.hit], found.versions[found.hit])
         self._more.set()
         return ticket
+
+    def taken(self, session: int, number: int, places: I64) -> None:
+        """The client has these pages, indices of its keys, and those that cannot stay may go."""
+        self.passing.taken(self.fetches.ticket(session, number), places)
+        self.keeping.let_pass()
 
     def end(self, session: int, number: int) -> None:
         """The client has what it wanted, or does not want it any more."""
@@ -128,6 +151,9 @@ class Fetching:
         self.fetches.leave(ticket)
         for lease in ticket.leases:
             self.pool.leases.release(session, lease)
+        if ticket.passed:
+            self.passing.end(ticket)
+            self.keeping.let_pass()
 
     def prefetch(self, now: float, row: int, number: int, keys: U8, *, request: str, seconds: float, hold: float) -> Ticket:
         """The prefetch of this name. Conflict if it was asked for with something else."""
@@ -140,7 +166,7 @@ class Fetching:
         )
         if fresh:
             ticket.status[there & ~found.hit] = ReadStatus.MISS
-            self._protect(now, ticket, found.ids[found.hit], found.versions[found.hit])
+            self.keeping.protect(now, ticket, names(keys[found.hit]), found.ids[found.hit], found.versions[found.hit])
             self._more.set()
         return ticket
 
@@ -181,6 +207,7 @@ class Fetching:
 
     def session_ended(self, session: int) -> None:
         """Its waits end; leases go with the session."""
+        self.passing.session_ended(session)
         self.fetches.end_session(session)
 
     # -- life --------------------------------------------------------------------------------------------------------------------------
@@ -198,14 +225,7 @@ class Fetching:
     def tick(self, now: float) -> None:
         """Let time pass: tickets end, and pages that were only passing through go."""
         self.fetches.expire(now)
-        if self._passing:
-            ids = np.fromiter(self._passing, np.int64, len(self._passing))
-            versions = np.fromiter(self._passing.values(), np.uint64, len(ids))
-            same = self.pool.versions(ids, versions)
-            free = same & (self.pool.objects.leases[ids] == 0)
-            self.pool.objects.hide(ids[free & (self.pool.objects.pins[ids] == 0)], evicted=True)
-            for entry in ids[free | ~same].tolist():
-                del self._passing[entry]
+        self.keeping.let_pass()
 
     async def close(self) -> None:
         """After `run` has ended."""
@@ -245,9 +265,11 @@ class Fetching:
             if attempt == 0:
                 codes[left[nobody]] = ReadStatus.MISS
             self.land(batch, left[nobody], codes)
-            failed = await asyncio.gather(*(self._take(batch, space, part, share, codes) for part in parts))
-            excluded |= {part.offer.place for part, which in zip(parts, failed, strict=True) if len(which)}
-            left = np.sort(np.concatenate([np.empty(0, np.int64), *failed]))
+            over = await asyncio.gather(*(self._take(batch, space, part, share, codes) for part in parts))
+            full = [replace(part, which=each.refused) for part, each in zip(parts, over, strict=True) if len(each.refused)]
+            await self.passing.bring(batch, space, full, codes)
+            excluded |= {part.offer.place for part, each in zip(parts, over, strict=True) if len(each.failed)}
+            left = np.sort(np.concatenate([np.empty(0, np.int64), *(each.failed for each in over)]))
             if not len(left):
                 return
 
@@ -294,58 +316,58 @@ class Fetching:
 
     # -- a part ------------------------------------------------------------------------------------------------------------------------
 
-    async def _take(self, batch: Batch, space: Space, part: Part, share: float, codes: U8) -> I64:
-        """Read one part; what is there lands. The pages (indices of the batch) that failed and may be elsewhere."""
+    async def _take(self, batch: Batch, space: Space, part: Part, share: float, codes: U8) -> Left:
+        """Read one part; what is there lands. The pages (indices of the batch) that did not."""
         if part.staged:
             return await self.staged.take(batch, space, part, codes)
         place = self.places.of(part.offer.place)
         async with place.turns, self.reads:
             now = self.now()
             if self.places.is_suspect(part.offer.place):  # it failed while this part waited for its turn
-                return part.which
+                return Left(part.which, part.which[:0])
             deadline = now + share * min(batch.deadline - now, READ_SECONDS_MAX / FIRST_SHARE)
             if deadline <= now:
                 codes[part.which] = ReadStatus.BUSY
                 self.land(batch, part.which, codes)
-                return part.which[:0]
-            waiting, failed = await self._reserve_and_read(batch, space, part, deadline, codes)
+                return Left(part.which[:0], part.which[:0])
+            waiting, refused, rooms = self.reserve(batch, space, part, deadline, codes)
+            failed = part.which[:0]
+            if len(rooms.which):
+                failed = rooms.which[~await self.read(batch, space, part, rooms, deadline, codes)]
         # Without a turn, as it may take long: pages that a client is writing itself.
-        return np.concatenate([failed, await self.await_writers(batch, waiting, codes)])
+        return Left(np.concatenate([failed, await self.await_writers(batch, waiting, codes)]), refused)
 
-    async def _reserve_and_read(self, batch: Batch, space: Space, part: Part, deadline: float, codes: U8) -> tuple[I64, I64]:
-        """Which pages another writer has under way, and which failed."""
-        waiting, rooms = self.reserve(batch, space, part, deadline, codes)
-        if not len(rooms.which):
-            return waiting, part.which[:0]
-        done = await self._read(batch, space, part, rooms, deadline, codes)
-        return waiting, rooms.which[~done]
+    def reserve(self, batch: Batch, space: Space, part: Part, deadline: float, codes: U8) -> tuple[I64, I64, Rooms]:
+        """Room for the pages of a part; before it those that another writer has under way, and those that can only pass through.
 
-    def reserve(self, batch: Batch, space: Space, part: Part, deadline: float, codes: U8) -> tuple[I64, Rooms]:
-        """Room for the pages of a part; which of them another writer has under way. What is there by now, or has no room, lands."""
+        What is there by now, or has no room at all, lands.
+        """
         rooms = Rooms(self.pool, self.now, self.wake)
         try:
             status, mine = rooms.reserve(space.row, space.number, batch, part.which, deadline - self.now() + 1.0)
-            there, refused = part.which[status == WriteStatus.EXISTS], part.which[status >= WriteStatus.ALL_LEASED]
+            there, full = part.which[status == WriteStatus.EXISTS], status >= WriteStatus.ALL_LEASED
+            passing = self.passing.may(batch, space, part.which[full], status[full])
+            refused = np.setdiff1d(part.which[full], passing)
             self.counts[part.source.name].refused += len(refused)
             codes[there], codes[refused] = ReadStatus.HIT, ReadStatus.BUSY
             self.land(batch, np.concatenate([there, refused]), codes)
         except BaseException:  # nobody else gives back what the pool itself has reserved
             rooms.give_back()
             raise
-        return part.which[(status == WriteStatus.PENDING) & ~mine], rooms
+        return part.which[(status == WriteStatus.PENDING) & ~mine], passing, rooms
 
     async def read_same(self, batch: Batch, space: Space, part: Part, rooms: Rooms, same: Same, codes: U8) -> None:
-        """`_read` of pages that must be those that they were, when it is the place's turn, within the time of who waits."""
+        """`read` of pages that must be those that they were, when it is the place's turn, within the time of who waits."""
         try:
             async with asyncio.timeout(max(0.0, batch.deadline - self.now())), self.places.of(part.offer.place).turns, self.reads:
                 deadline = min(batch.deadline, self.now() + READ_SECONDS_MAX)
-                await self._read(batch, space, part, rooms, deadline, codes, same)
+                await self.read(batch, space, part, rooms, deadline, codes, same)
         except TimeoutError:
             pass
         finally:
             rooms.give_back()
 
-    async def _read(
+    async def read(
         self, batch: Batch, space: Space, part: Part, rooms: Rooms, deadline: float, codes: U8, same: Same | None = None
     ) -> Mask:
         """Fill these reservations and end them; which pages are stored, (len(rooms.which),) bool."""
@@ -441,46 +463,10 @@ class Fetching:
         for ticket in waited:
             if ticket.over and ticket.number in self._over:
                 self._over[ticket.number].set()
-        self._keep(now, batch, which, codes, waited, ours)
+        if (account := self._account_or_none(batch)) is not None:
+            self.keeping.keep(now, account, batch, which, codes, waited, ours)
         if self.fetches.queued:
             self._more.set()  # what was not to be had near by is queued again
-
-    def _keep(self, now: float, batch: Batch, which: I64, codes: U8, waited: dict[Ticket, list[int]], ours: I64 | None) -> None:
-        """Protect what has come for those who waited for it."""
-        account = self._account_or_none(batch)
-        if account is None or (ours is None and not (codes[which] == ReadStatus.HIT).any()):
-            return
-        ids, versions = np.full(len(codes), -1), np.zeros(len(codes), np.uint64)
-        if ours is not None:
-            ids[which], versions[which] = ours, self.pool.table.versions_of(ours)
-        else:
-            hits = which[codes[which] == ReadStatus.HIT]
-            found = self.pool.find_keys(account, batch.keys[hits])
-            ids[hits[found.hit]], versions[hits[found.hit]] = found.ids[found.hit], found.versions[found.hit]
-        kept = np.zeros(len(codes), bool)  # by a prefetch
-        for ticket, places in waited.items():
-            there = np.array(places)[ids[places] >= 0]
-            self._protect(now, ticket, ids[there], versions[there])
-            kept[there] |= not ticket.session
-        if ours is not None:
-            passing = np.ones(len(which), bool) if self.policy == "pass_through" else ~self._admitted(now, account, batch.keys[which])
-            gone = which[passing & ~kept[which]]
-            self._passing.update(zip(ids[gone].tolist(), versions[gone], strict=True))
-
-    def _admitted(self, now: float, account: Account, keys: U8) -> Mask:
-        """What the admission policy would have had stored."""
-        prints = hashes(key_words(keys), np.uint64(account.number), self.pool.table.seed)
-        objects = self.pool.objects
-        fill = objects.allocated_bytes() / max(1, objects.allocator.capacity_bytes)
-        return self.pool.admission.admit(now, prints, fill=fill)
-
-    def _protect(self, now: float, ticket: Ticket, ids: I64, versions: U64) -> None:
-        """Lease what is there for who waits; where too much is leased, it goes without."""
-        seconds = ticket.hold if not ticket.session else ticket.deadline - now + self.pool.limits.lease_seconds
-        if len(ids) and seconds > 0:
-            with contextlib.suppress(LimitReached):
-                lease, _ = self.pool.leases.grant(now, ticket.session, ids, versions, seconds)
-                ticket.leases.append(lease.number)
 
     def _account_or_none(self, batch: Batch) -> Account | None:
         """The account of the batch's pages; None after a flush: then nobody has pages of that number."""

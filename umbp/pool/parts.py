@@ -31,6 +31,14 @@ class Part:
     staged: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Pages of a part that it did not bring, and that have not landed: those that may be elsewhere, and those that had no room here."""
+
+    failed: I64
+    refused: I64
+
+
 def names(keys: U8) -> list[bytes]:
     """(n, 32) keys as bytes."""
     each: list[bytes] = np.ascontiguousarray(keys).view("V32").reshape(-1).tolist()

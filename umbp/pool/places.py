@@ -20,10 +20,16 @@ PLACES_MAX = 1024
 
 @dataclass(slots=True)
 class Place:
-    """One place. ``turns``: the reads that it may be asked for at a time."""
+    """One place. ``turns``: the reads that it may be asked for at a time; ``passing``: of pages that only pass through, one."""
 
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_PER_PLACE))
+    passing: asyncio.Lock = field(default_factory=asyncio.Lock)
     suspect_until: float = float("-inf")
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for it."""
+        return self.turns.locked() or self.passing.locked()
 
 
 class Places:
@@ -40,7 +46,7 @@ class Places:
         """The place of this name, made if it is new."""
         if len(self._by_name) >= PLACES_MAX and name not in self._by_name:  # of nodes long gone
             now = self._now()
-            self._by_name = {known: place for known, place in self._by_name.items() if place.turns.locked() or place.suspect_until > now}
+            self._by_name = {known: place for known, place in self._by_name.items() if place.busy or place.suspect_until > now}
         return self._by_name.setdefault(name, Place())
 
     def is_suspect(self, name: str) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 
 from umbp.core.fetches import Batch
 from umbp.core.pool import Pool
+from umbp.core.puts import FETCH, PASS
 from umbp.types import I64, U8, U64, Mask, WriteStatus
 
 SESSION = 0  # the pool's own
@@ -40,14 +41,24 @@ class Rooms:
     def __repr__(self) -> str:
         return f"<Rooms for {len(self.which)} pages, {int(np.count_nonzero(self.stored))} stored>"
 
-    def reserve(self, row: int, namespace: int, batch: Batch, which: I64, seconds: float) -> tuple[U8, Mask]:
-        """Room for these pages of the batch, as far as there is: a `WriteStatus` each, and which are ours to fill."""
+    def reserve(self, row: int, namespace: int, batch: Batch, which: I64, seconds: float, *, passing: bool = False) -> tuple[U8, Mask]:
+        """Room for these pages of the batch, as far as there is: a `WriteStatus` each, and which are ours to fill.
+
+        ``passing``: where pages only pass through (`umbp.core.passage`).
+        """
         status, ours = np.zeros(len(which), np.uint8), np.zeros(len(which), bool)
         mine: list[tuple[I64, I64, I64]] = []
         at = 0
         for run in _runs(batch, which):
             made = self._pool.reserve(
-                self._now(), SESSION, row, batch.keys[run], batch.pages[run[0]].before, seconds, number=namespace, admit=False
+                self._now(),
+                SESSION,
+                row,
+                batch.keys[run],
+                batch.pages[run[0]].before,
+                seconds,
+                number=namespace,
+                kind=PASS if passing else FETCH,
             )
             status[at : at + len(run)], ours[at : at + len(run)] = made.status, made.mine
             at += len(run)
@@ -91,7 +102,7 @@ class Rooms:
             mine = wanted[room.at]
             if not mine.any():
                 continue
-            number = room.number if mine.all() else self._pool.split(SESSION, room.number, mine)
+            number = room.number if mine.all() else self._pool.writes.split(SESSION, room.number, mine)
             if number:
                 start = sum(map(len, taken))
                 taken.append(room.at[mine])

@@ -39,6 +39,7 @@ from umbp import wire
 from umbp.admin.listening import BACKLOG, Refusal, bind_tcp, bound_address, raise_file_limit
 from umbp.config import PoolConfig
 from umbp.core.groups import Groups
+from umbp.core.passage import passage_bytes
 from umbp.core.pool import Limits, Pool
 from umbp.errors import Conflict, SegmentError
 from umbp.grammar import format_size
@@ -222,6 +223,8 @@ class PoolServer:
 
     def _build(self, slice_: dram_start.Dram) -> None:
         config, self.segment = self.config, slice_.segment
+        geometry = self.segment.geometry
+        ssd = bool(config.ssd) and config.ssd_policy != "off"
         limits = Limits(
             lease_seconds=config.lease_seconds,
             lease_seconds_max=config.lease_seconds_max,
@@ -230,6 +233,7 @@ class PoolServer:
             watermark_high=config.watermark_high,
             watermark_low=config.watermark_low,
             checksum=config.checksum,
+            passage_bytes=passage_bytes(geometry.data_bytes, geometry.regions) if self.sources or config.master or ssd else 0,
         )
 
         def make() -> Pool:
@@ -262,7 +266,7 @@ class PoolServer:
         self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
         self.agent = NixlAgent(f"{self.name}-{self.boot}", self.segment.data.array) if config.transport == "nixl" else None
         self.sources += self.cluster.sources(self.agent)
-        if config.ssd and config.ssd_policy != "off":
+        if ssd:
             self.ssd = SsdSide(config, self.pool, self.segment.data.array, self.now)
             self.sources.insert(0, SsdSource(self.ssd))
             self.cluster.more_tiers.append(self.ssd.capacity)

@@ -11,7 +11,6 @@ read from either).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import logging
 import socket
@@ -26,12 +25,12 @@ import msgspec
 import numpy as np
 
 from umbp import wire
-from umbp.core.fetches import Ticket
 from umbp.errors import NotFound, ProtocolError, UmbpError
 from umbp.layout import Namespace
+from umbp.pool import session_fetches
 from umbp.pool.owners import Owner, Owners, Server
 from umbp.store.memory import fence
-from umbp.types import I64, U8, U64, Mask, ReadStatus
+from umbp.types import I64, U64, Mask
 
 log = logging.getLogger("umbp.pool.sessions")
 HELLO_SECONDS_MAX = 10.0
@@ -141,7 +140,7 @@ class Session(asyncio.Protocol):
         if self.owner is None and not isinstance(message, wire.Hello):
             raise ProtocolError(f"{op} before hello")
         if type(message) in AFTER_NOTES and self.server.pool.history.waits(self.session):
-            self._later(self._after_notes(frame))
+            self.later(self._after_notes(frame))
             return
         try:
             reply = HANDLERS[type(message)](self, message, blob, started)
@@ -208,6 +207,7 @@ class Session(asyncio.Protocol):
                 ssd=self.server.ssd.table.path if self.server.ssd else "",
                 far=any(not source.local for source in self.server.fetching.sources),
                 numa=self.server.config.numa_nodes,
+                passage=self.server.fetching.passing.begins,
             )
         )
 
@@ -273,7 +273,7 @@ class Session(asyncio.Protocol):
         blob.end()
         rest = self.server.ssd.remove(message.row, keys, message.number) if self.server.ssd else None
         gone = self.server.pool.remove(message.row, keys, number=message.number)
-        return wire.encode(wire.Statuses(message.n), gone.view(np.uint8)) if rest is None else self._later(self._removed(gone, rest))
+        return wire.encode(wire.Statuses(message.n), gone.view(np.uint8)) if rest is None else self.later(self._removed(gone, rest))
 
     async def _removed(self, gone: Mask, rest: Coroutine[Any, Any, Mask]) -> bytes:
         return wire.encode(wire.Statuses(len(gone)), (gone | await rest).view(np.uint8))
@@ -285,7 +285,7 @@ class Session(asyncio.Protocol):
         count = self.server.pool.flush(message.row, number=message.number)
         self.server.wake()
         rest = self.server.ssd.flush(state.digest, before) if self.server.ssd and state.account.number != before else None
-        return wire.encode(wire.Numbers([count])) if rest is None else self._later(self._flushed(count, rest))
+        return wire.encode(wire.Numbers([count])) if rest is None else self.later(self._flushed(count, rest))
 
     async def _flushed(self, count: int, rest: Coroutine[Any, Any, int]) -> bytes:
         return wire.encode(wire.Numbers([max(count, await rest)]))
@@ -319,13 +319,13 @@ class Session(asyncio.Protocol):
     def sums(self, message: wire.MakeSums, blob: wire.Blob, now: float) -> bytes:
         ids, versions = blob.take(np.int64, message.n), blob.take(np.uint64, message.n)
         blob.end()
-        return self._later(self._make_sums(ids, versions))
+        return self.later(self._make_sums(ids, versions))
 
     async def _make_sums(self, ids: I64, versions: U64) -> bytes:
         sums = await self.server.make_sums(ids, versions)
         return wire.encode(wire.Sums(len(sums)), sums)
 
-    def _later(self, answer: Coroutine[Any, Any, bytes]) -> bytes:
+    def later(self, answer: Coroutine[Any, Any, bytes]) -> bytes:
         """Answer when this is done; until then nothing more of this client is read."""
         self._slow = asyncio.get_running_loop().create_task(self._answer_with(answer))
         return b""
@@ -392,51 +392,11 @@ class Session(asyncio.Protocol):
     def join(self, message: wire.Join, blob: wire.Blob, now: float) -> bytes:
         ids, versions = blob.take(np.int64, message.n), blob.take(np.uint64, message.n)
         blob.end()
-        return self._later(self.server.meetings.join(now, self.session, message, ids, versions))
+        return self.later(self.server.meetings.join(now, self.session, message, ids, versions))
 
     def leave(self, message: wire.Leave, blob: wire.Blob, now: float) -> bytes:
         blob.end()
         return wire.encode(wire.Numbers([int(self.server.meetings.groups.leave(self.session, message.member, message.round))]))
-
-    def fetch(self, message: wire.Fetch, blob: wire.Blob, now: float) -> bytes:
-        keys, before = blob.keys(message.n), bytes.fromhex(message.before)
-        blob.end()
-        ticket = self.server.fetching.fetch(now, self.session, message.row, message.number, keys, before, message.seconds, message.stages)
-        if ticket is None:  # flushed: nothing of this number is anywhere
-            return wire.encode(wire.Fetched(0, message.n, 0), np.full(message.n, ReadStatus.MISS, np.uint8))
-        return _fetched(ticket)
-
-    def get_fetched(self, message: wire.GetFetched, blob: wire.Blob, now: float) -> bytes:
-        blob.end()
-        return _fetched(self.server.fetching.fetches.ticket(self.session, message.number))
-
-    def end_fetch(self, message: wire.EndFetch, blob: wire.Blob, now: float) -> bytes:
-        blob.end()
-        with contextlib.suppress(NotFound):  # it was of a session before this one, or is forgotten
-            self.server.fetching.end(self.session, message.number)
-        return b""
-
-    def locate(self, message: wire.Locate, blob: wire.Blob, now: float) -> bytes:
-        keys = blob.keys(message.n)
-        blob.end()
-        return self._later(self._locate(message.row, message.number, keys))
-
-    async def _locate(self, row: int, number: int, keys: U8) -> bytes:
-        tiers = await self.server.fetching.locate(row, number, keys)
-        return wire.encode(wire.Statuses(len(tiers)), tiers)
-
-    def prefetch(self, message: wire.Prefetch, blob: wire.Blob, now: float) -> bytes:
-        keys = blob.keys(message.n)
-        blob.end()
-        return _prefetched(
-            self.server.fetching.prefetch(
-                now, message.row, message.number, keys, request=message.request, seconds=message.seconds, hold=message.hold
-            )
-        )
-
-    def get_prefetched(self, message: wire.GetPrefetched, blob: wire.Blob, now: float) -> bytes:
-        blob.end()
-        return _prefetched(self.server.fetching.fetches.prefetched(message.row, message.request))
 
     def status(self, message: wire.GetStatus, blob: wire.Blob, now: float) -> bytes:
         blob.end()
@@ -453,14 +413,6 @@ class Session(asyncio.Protocol):
         """Number of this session."""
         assert self.owner is not None
         return self.owner.session
-
-
-def _fetched(ticket: Ticket) -> bytes:
-    return wire.encode(wire.Fetched(ticket.number, len(ticket.keys), ticket.left), ticket.status)
-
-
-def _prefetched(ticket: Ticket) -> bytes:
-    return wire.encode(wire.Prefetched(ticket.request, ticket.state.name.lower(), len(ticket.keys), ticket.left), ticket.status)
 
 
 AFTER_NOTES = frozenset((wire.Reserve, wire.UseSpare, wire.Remove, wire.Flush, wire.GetStatus))
@@ -488,12 +440,13 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.OpenGroup: Session.group,
     wire.Join: Session.join,
     wire.Leave: Session.leave,
-    wire.Fetch: Session.fetch,
-    wire.GetFetched: Session.get_fetched,
-    wire.EndFetch: Session.end_fetch,
-    wire.Locate: Session.locate,
-    wire.Prefetch: Session.prefetch,
-    wire.GetPrefetched: Session.get_prefetched,
+    wire.Fetch: session_fetches.fetch,
+    wire.GetFetched: session_fetches.get_fetched,
+    wire.Taken: session_fetches.taken,
+    wire.EndFetch: session_fetches.end_fetch,
+    wire.Locate: session_fetches.locate,
+    wire.Prefetch: session_fetches.prefetch,
+    wire.GetPrefetched: session_fetches.get_prefetched,
     wire.GetStatus: Session.status,
     wire.Bye: Session.bye,
 }

@@ -34,7 +34,7 @@ from umbp.core.fetches import Batch
 from umbp.core.stages import Ranges, Step, steps
 from umbp.errors import InvalidRequest, UmbpError
 from umbp.pool.elsewhere import Elsewhere
-from umbp.pool.parts import Part
+from umbp.pool.parts import Left, Part
 from umbp.pool.rooms import Rooms
 from umbp.pool.sources import Ranged, Reading, Space
 from umbp.types import I64, U8, Mask, ReadStatus
@@ -72,24 +72,24 @@ class Staged:
         room = self.fetching.pool.objects.allocator.capacity_bytes // SHARE - self.reserved_bytes
         return 0 if self.parts >= PARTS_MAX else max(0, min(wanted, room // space.object_bytes))
 
-    async def take(self, batch: Batch, space: Space, part: Part, codes: U8) -> I64:
-        """Read one part. The pages (indices of the batch) that failed before anybody could have seen them, and may be elsewhere."""
+    async def take(self, batch: Batch, space: Space, part: Part, codes: U8) -> Left:
+        """Read one part. The pages (indices of the batch) that did not come, and may be elsewhere or pass through."""
         size = len(part.which) * space.object_bytes
         if self.fetching.now() >= batch.deadline:
             codes[part.which] = ReadStatus.BUSY
             self.fetching.land(batch, part.which, codes)
-            return part.which[:0]
+            return Left(part.which[:0], part.which[:0])
         self.parts += 1
         self.reserved_bytes += size
         failed = part.which[:0]
         try:
-            waiting, rooms = self.fetching.reserve(batch, space, part, batch.deadline, codes)
+            waiting, refused, rooms = self.fetching.reserve(batch, space, part, batch.deadline, codes)
             if len(rooms.which):
                 failed = await self._fill(batch, space, part, rooms, codes)
         finally:
             self.parts -= 1
             self.reserved_bytes -= size
-        return np.concatenate([failed, await self.fetching.await_writers(batch, waiting, codes)])
+        return Left(np.concatenate([failed, await self.fetching.await_writers(batch, waiting, codes)]), refused)
 
     async def _fill(self, batch: Batch, space: Space, part: Part, rooms: Rooms, codes: U8) -> I64:
         """Read into these reservations and end them; the pages that failed all together, and are left to the caller."""

@@ -1,0 +1,88 @@
+"""What a session asks of pages from elsewhere (`umbp.pool.fetching`): a handler a message."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from umbp import wire
+from umbp.core.fetches import Ticket
+from umbp.errors import NotFound
+from umbp.types import U8, ReadStatus
+
+if TYPE_CHECKING:
+    from umbp.pool.sessions import Session
+
+
+def fetch(session: Session, message: wire.Fetch, blob: wire.Blob, now: float) -> bytes:
+    """Bring pages; answered at once."""
+    keys, before = blob.keys(message.n), bytes.fromhex(message.before)
+    blob.end()
+    ticket = session.server.fetching.fetch(
+        now, session.session, message.row, message.number, keys, before, message.seconds, stages=message.stages, passing=message.passing
+    )
+    if ticket is None:  # flushed: nothing of this number is anywhere
+        return wire.encode(wire.Fetched(0, message.n, 0), np.full(message.n, ReadStatus.MISS, np.uint8))
+    return _fetched(ticket)
+
+
+def get_fetched(session: Session, message: wire.GetFetched, blob: wire.Blob, now: float) -> bytes:
+    """What has come of a fetch."""
+    blob.end()
+    return _fetched(session.server.fetching.fetches.ticket(session.session, message.number))
+
+
+def taken(session: Session, message: wire.Taken, blob: wire.Blob, now: float) -> bytes:
+    """Pages that cannot stay have been copied."""
+    places = blob.take(np.int64, message.n)
+    blob.end()
+    with contextlib.suppress(NotFound):
+        session.server.fetching.taken(session.session, message.number, places)
+    return b""
+
+
+def end_fetch(session: Session, message: wire.EndFetch, blob: wire.Blob, now: float) -> bytes:
+    """A client waits no more."""
+    blob.end()
+    with contextlib.suppress(NotFound):  # it was of a session before this one, or is forgotten
+        session.server.fetching.end(session.session, message.number)
+    return b""
+
+
+def locate(session: Session, message: wire.Locate, blob: wire.Blob, now: float) -> bytes:
+    """The tier of each page; answered when all sources were asked."""
+    keys = blob.keys(message.n)
+    blob.end()
+    return session.later(_locate(session, message.row, message.number, keys))
+
+
+async def _locate(session: Session, row: int, number: int, keys: U8) -> bytes:
+    tiers = await session.server.fetching.locate(row, number, keys)
+    return wire.encode(wire.Statuses(len(tiers)), tiers)
+
+
+def prefetch(session: Session, message: wire.Prefetch, blob: wire.Blob, now: float) -> bytes:
+    """Bring pages for later."""
+    keys = blob.keys(message.n)
+    blob.end()
+    return _prefetched(
+        session.server.fetching.prefetch(
+            now, message.row, message.number, keys, request=message.request, seconds=message.seconds, hold=message.hold
+        )
+    )
+
+
+def get_prefetched(session: Session, message: wire.GetPrefetched, blob: wire.Blob, now: float) -> bytes:
+    """What has become of a prefetch."""
+    blob.end()
+    return _prefetched(session.server.fetching.fetches.prefetched(message.row, message.request))
+
+
+def _fetched(ticket: Ticket) -> bytes:
+    return wire.encode(wire.Fetched(ticket.number, len(ticket.keys), ticket.left), ticket.status)
+
+
+def _prefetched(ticket: Ticket) -> bytes:
+    return wire.encode(wire.Prefetched(ticket.request, ticket.state.name.lower(), len(ticket.keys), ticket.left), ticket.status)
