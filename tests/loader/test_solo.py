@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import umbp
 from tests.field.people import eventually
 from tests.pools import PoolProcess
-from umbp.client import Lease
+from umbp.client import Lease, link
 from umbp.errors import InvalidRequest
 from umbp.types import WriteStatus
 
@@ -182,6 +183,81 @@ def test_offload_waits_for_the_callers_event(pool: umbp.Pool) -> None:
         assert loader.offload(keys_of([5]), [1], after=Event()).result() == [WriteStatus.STORED]
         loader.load(keys_of([5]), [2]).finish()
     assert cache.has([5], [2]).all()
+
+
+def patient(client: umbp.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls wait for the pool for an hour, and so no run would wait for them."""
+    monkeypatch.setattr(link, "CALL_SECONDS_MAX", 3600.0)
+    monkeypatch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 3600.0})
+    assert client._connection is not None
+    client._connection.hurry(3600.0)
+
+
+def test_a_cancelled_load_does_not_wait_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, numbers = Cache(), range(20)
+    with PoolProcess() as server, umbp.connect(server.socket) as client:
+        patient(client, monkeypatch)
+        namespace = cache.namespace(client)
+        stored(cache, namespace, numbers)
+        with umbp.Loader(namespace, cache.tensors) as loader:
+            server.signal(signal.SIGSTOP)
+            try:
+                load = loader.load(keys_of(numbers), slots_for(1, 20), deadline=3600.0)
+                load.cancel()
+                assert load.finish().missing.tolist() == list(numbers)
+                assert load.finish().reason == "cancelled"
+            finally:
+                server.signal(signal.SIGCONT)
+        assert not cache.has(numbers, slots_for(1, 20)).any()
+
+
+def test_a_cancelled_offload_does_not_wait_for_the_pool_and_stores_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, numbers = Cache(), range(20)
+    with PoolProcess() as server, umbp.connect(server.socket) as client:
+        patient(client, monkeypatch)
+        namespace = cache.namespace(client)
+        cache.write(numbers, np.arange(1, 21))
+        with umbp.Loader(namespace, cache.tensors) as loader:
+            server.signal(signal.SIGSTOP)
+            try:
+                offloads = [loader.offload(keys_of(numbers), np.arange(1, 21)) for _ in range(2)]  # the second one waits for its turn
+                for offload in offloads:
+                    offload.cancel()
+                    assert offload.result().all(WriteStatus.UNAVAILABLE)
+            finally:
+                server.signal(signal.SIGCONT)
+        assert [offload.read_bytes for offload in offloads] == [0, 0]
+        assert not namespace.lookup(keys_of(numbers)).any()
+        status = client.status()
+        assert (status["used_bytes"], status["reservations"]) == (0, 0)
+
+
+def test_a_cancelled_offload_is_not_over_before_the_tensors_are_let_go(pool: umbp.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, reading, gate = Cache(), threading.Event(), threading.Event()
+    namespace = cache.namespace(pool, tenant="let go")
+    cache.write(range(20), np.arange(1, 21))
+    with umbp.Loader(namespace, cache.tensors) as loader, ThreadPoolExecutor(1) as thread:
+        save = loader._mover.save
+
+        def gated(*arguments: Any) -> None:
+            reading.set()
+            assert gate.wait(60)
+            save(*arguments)
+
+        monkeypatch.setattr(loader._mover, "save", gated)
+        offload = loader.offload(keys_of(range(20)), np.arange(1, 21))
+        assert reading.wait(60)
+        cancelled = thread.submit(offload.cancel)
+        assert not offload.wait(0.05)
+        assert not cancelled.done()
+        gate.set()
+        cancelled.result(60)
+        cache.wipe()
+    assert offload.result().all(WriteStatus.UNAVAILABLE, WriteStatus.STORED)
+    with umbp.Loader(namespace, cache.tensors) as loader:
+        done = loader.load(keys_of(range(20)), slots_for(1, 20)).finish()  # what was moved before was committed, as a whole
+    assert len(done.missing) == 0
+    assert cache.has(range(20), slots_for(1, 20)).all()
 
 
 @pytest.mark.parametrize("verify", ["sampled", "always"])

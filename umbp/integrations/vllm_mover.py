@@ -23,6 +23,7 @@ from umbp.types import I64, U8
 
 RETRY_SECONDS = 30.0  # a pool that is killed is started again by whoever runs it, and takes its memory over within seconds
 PAUSE_SECONDS = 0.05
+STORE_SECONDS = 0.05  # a store whose blocks are wanted back is waited for so long: a pool that is well needs less
 
 
 class LoadFailed(UmbpError):
@@ -58,13 +59,16 @@ class Job:
     parts: list[Part]
     again_at: float = 0.0
 
-    def over(self, now: float, *, wait: bool) -> bool:
-        """Whether all of it is done; loads that missed something are started again. LoadFailed when that has gone on for too long."""
+    def over(self, now: float, *, wait: bool, stores_until: float = 0.0) -> bool:
+        """Whether all of it is done; loads that missed something are started again. LoadFailed when that has gone on for too long.
+
+        ``wait``: for loads until they are over, for stores until that time; what the pool has not taken by then is not stored.
+        """
         done = True
         for part in self.parts:
             if isinstance(part.handle, Offload):
-                if wait:
-                    part.handle.result()
+                if wait and not part.handle.wait(max(0.0, stores_until - time.monotonic())):
+                    part.handle.cancel()
                 done &= part.handle.done
             elif not (wait or part.handle.over):
                 done = False
@@ -138,9 +142,10 @@ class Mover(OffloadingWorker):  # type: ignore[misc]
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Until these are over; `get_finished` names them."""
+        """Until these are over, stores that the pool does not answer within a moment cut short; `get_finished` names them."""
+        until = time.monotonic() + STORE_SECONDS
         for job_id in job_ids:
-            while job_id in self._jobs and not self._jobs[job_id].over(time.monotonic(), wait=True):
+            while job_id in self._jobs and not self._jobs[job_id].over(time.monotonic(), wait=True, stores_until=until):
                 time.sleep(PAUSE_SECONDS)
 
     def shutdown(self) -> None:

@@ -42,6 +42,7 @@ from umbp.types import NOWHERE, U8, Mask, WriteStatus
 log = logging.getLogger("umbp.integrations.vllm")
 BEGIN_SECONDS = 0.1
 SILENT_SECONDS = 1.0
+STORE_SECONDS = 0.05  # a store whose blocks are wanted back is waited for so long: a pool that is well needs less
 TAILS_MAX = 4096  # requests whose last page is remembered, so that the next one is stored as its child
 KEPT = (WriteStatus.STORED, WriteStatus.EXISTS)
 OVER = (TransferJobStatus.COMPLETED, TransferJobStatus.FAILED, TransferJobStatus.CANCELLED)
@@ -307,9 +308,12 @@ class Transfers:
                 self._watch.add(part.group, [bytes.fromhex(key[key.rfind(":") + 1 :]) for key in kept])
 
     def cancel(self, job: Job) -> Job:
-        """Stop a load after the layer that is being moved, and wait for it; a store is waited for to its end."""
+        """Stop: a load after the layer that is being moved, a store after a moment and the batch that is being moved."""
+        until = time.monotonic() + STORE_SECONDS
         for part in job.parts:
-            if isinstance(part.handle, Load):
+            if isinstance(part.handle, Offload):
+                part.handle.wait(max(0.0, until - time.monotonic()))
+            if part.handle is not None:
                 part.handle.cancel()
         job.settle()
         return job

@@ -28,7 +28,7 @@ import numpy as np
 from umbp.core.movers import Choice
 from umbp.errors import InvalidRequest
 from umbp.loader.runtime import Mark
-from umbp.types import F64, I64, Mask, Statuses
+from umbp.types import F64, I64, U8, Mask, Statuses, WriteStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,11 @@ class Load:
         return self._done()
 
     def cancel(self) -> None:
-        """Stop after the layer that is being moved; `finish` then names every page."""
-        self.cancelled = True
+        """Stop: at once, or after the layer that is being moved; `finish` then names every page."""
+        with self._change:
+            self.cancelled = True
+            if not self._claimed:  # it may be waiting for the pool, for as long as its deadline allows
+                self.end(np.zeros(self.pages, bool), "cancelled")
 
     @property
     def over(self) -> bool:
@@ -254,18 +257,31 @@ def _wake(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
         loop.call_soon_threadsafe(event.set)
 
 
+class OffloadOver(Exception):
+    """The offload was cancelled: its tensors must not be read any more."""
+
+
 class Offload:
-    """An offload on its way. ``result`` waits for one `WriteStatus` a key."""
+    """An offload on its way. ``result`` waits for one `WriteStatus` a key.
+
+    The worker claims the tensors for as long as it reads them, which is the copy of one batch and no call to the pool. So it can be
+    cancelled at once, or after milliseconds, whatever the pool does.
+    """
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
         self.read_bytes = 0  # taken out of the tensors: 0 for pages that were stored already
+        self.codes: U8 = np.full(pages, WriteStatus.UNAVAILABLE.value, np.uint8)  # as far as they are known
         self._status: Statuses | None = None
         self._error: BaseException | None = None
+        self._claimed = False
+        self._change = threading.Condition()
         self._over = threading.Event()
 
     def __repr__(self) -> str:
         return f"<Offload of {self.pages} pages, {'over' if self.done else 'on its way'}>"
+
+    # -- for the caller ----------------------------------------------------------------------------------------------------------------
 
     @property
     def done(self) -> bool:
@@ -284,7 +300,39 @@ class Offload:
         """`result` for asyncio."""
         return await asyncio.get_running_loop().run_in_executor(None, self.result)
 
+    def wait(self, seconds: float) -> bool:
+        """Wait so long at the most; `done`."""
+        return self._over.wait(seconds)
+
+    def cancel(self) -> None:
+        """End it. The slots may be reused after this, which takes no longer than the copy of the batch that is being read.
+
+        `result` then has the pages that were stored by now; the others are UNAVAILABLE: none of them is stored in part, and one whose
+        bytes were with the pool already may be stored as a whole all the same.
+        """
+        with self._change:
+            while self._claimed:
+                self._change.wait()
+            self.end(Statuses(self.codes.copy(), WriteStatus))
+
+    # -- for the worker ----------------------------------------------------------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Before the tensors are read. OffloadOver if it was cancelled, and they must not be."""
+        with self._change:
+            if self._over.is_set():
+                raise OffloadOver
+            self._claimed = True
+
+    def let_go(self) -> None:
+        """Nothing of the tensors is being read now."""
+        with self._change:
+            self._claimed = False
+            self._change.notify_all()
+
     def end(self, status: Statuses | None, error: BaseException | None = None) -> None:
-        """The worker is through."""
-        self._status, self._error = status, error
-        self._over.set()
+        """The worker is through. Only the first call does something."""
+        with self._change:
+            if not self._over.is_set():
+                self._status, self._error = status, error
+                self._over.set()

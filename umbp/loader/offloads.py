@@ -5,6 +5,9 @@ Theory of operation
 The index is asked first: what is stored already costs no read of the tensors. The rest is reserved in one call a batch, moved after the
 caller's event, and committed in one call; a page is visible when all of it is.
 
+One that is cancelled between two batches, or while the pool is asked, ends there; one that is being moved ends after that batch. What was
+reserved for it is committed as not filled, and so given back.
+
 In a group the ranks hold the same bytes. The page's key says whose it is (`share`), so each rank stores its own without asking anyone,
 also where lists differ. Then it looks for the others' pages in the index. As long as they keep coming it waits. When none came for the
 group's patience it stores what is still missing itself: the pool gives each such page to the first who asks and lets the others wait for
@@ -22,7 +25,7 @@ import numpy as np
 from umbp.client import Namespace
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader.group import Group
-from umbp.loader.handles import Offload
+from umbp.loader.handles import Offload, OffloadOver
 from umbp.loader.mover import Mover
 from umbp.store.index import key_words
 from umbp.types import I64, U8, Mask, Statuses, WriteStatus
@@ -55,7 +58,7 @@ class Offloads:
         try:
             if after is not None:
                 after.synchronize()  # type: ignore[attr-defined]
-            codes = np.full(len(keys), WriteStatus.UNAVAILABLE, np.uint8)
+            codes = offload.codes
             every = np.arange(len(keys))
             group = self.group
             if group is None or group.world == 1:
@@ -64,10 +67,12 @@ class Offloads:
                 mine = share(keys, group.rank, group.world)
                 self._store(offload, keys, slots, every[mine], parent, codes)
                 rest = every[~mine]
-                waiting = self._wait(keys[rest], group.patience_seconds)
+                waiting = self._wait(offload, keys[rest], group.patience_seconds)
                 codes[rest[~waiting]] = WriteStatus.EXISTS
                 self._store(offload, keys, slots, rest[waiting], parent, codes)
             offload.end(Statuses(codes, WriteStatus))
+        except OffloadOver:
+            log.debug("an offload was cancelled")
         except BaseException as error:
             log.exception("an offload failed")
             offload.end(None, error)
@@ -76,21 +81,27 @@ class Offloads:
         """Store these pages. Each one's parent is the one before it in ``which``: an ancestor, where a group shares the pages."""
         step = max(1, min(KEYS_PER_CALL_MAX, OFFLOAD_BYTES // self.namespace.object_bytes))
         for start in range(0, len(which), step):
+            if offload.done:
+                raise OffloadOver
             part = which[start : start + step]
             before = keys[part[0] - 1].tobytes() if part[0] else parent
 
             def fill(items: I64, data: U8, offsets: I64, part: I64 = part) -> None:
-                self.mover.save(data, offsets, slots[part[items]])
+                offload.claim()
+                try:
+                    self.mover.save(data, offsets, slots[part[items]])
+                finally:
+                    offload.let_go()
                 offload.read_bytes += len(items) * self.namespace.object_bytes
                 self.read_bytes += len(items) * self.namespace.object_bytes
 
             codes[part] = self.namespace.fill(keys[part], fill, parent=before).codes
 
-    def _wait(self, keys: U8, patience: float) -> Mask:
+    def _wait(self, offload: Offload, keys: U8, patience: float) -> Mask:
         """Wait for others to store these; which did not come."""
         waiting = np.ones(len(keys), bool)
         progress, pause = time.monotonic(), LOOK_SECONDS[0]
-        while waiting.any():
+        while waiting.any() and not offload.done:
             look = self.namespace.operations.look(keys[waiting])
             if look is None:
                 break

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.umbp.data import BlockLoadBatch
+from vllm.distributed.kv_transfer.kv_connector.v1.umbp.data import BlockLoadBatch, BlockStoreBatch
 
 from tests.engines.vllm.engine import EngineProcess, stored_bytes
 from tests.engines.vllm.world import BLOCK, LAYERS, Options, World, prompt
 from tests.field.people import bytes_of, eventually, keys_of
 from tests.pools import PoolProcess
+from umbp.client import link
 from umbp.integrations import vllm, vllm_runtime
 from umbp.integrations.vllm_blocks import page_keys_of
 from umbp.integrations.vllm_runtime import Lookups, Transfers
@@ -267,6 +268,30 @@ def test_a_cancelled_load_lets_go_of_its_blocks(options: Options) -> None:
         assert runtime.poll(job) is job
         assert runtime.take_evicted_keys() == []
         assert (world.workers[0].memory == after).all()
+
+
+def test_a_preemption_does_not_wait_for_a_frozen_pool_to_store(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connector cancels the store of a request that is preempted; what is computed after that in its blocks is not stored."""
+    monkeypatch.setattr(link, "CALL_SECONDS_MAX", 3600.0)
+    monkeypatch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 3600.0})  # which no run would wait for
+    with PoolProcess() as pool, World(replace(options, pool=pool.socket)) as world:
+        runtime = transfers(world)
+        runtime._pool._connection.hurry(3600.0)
+        keys = [f"x:tp0:pcp0:dcp0:pp0:g0:{number:064x}" for number in range(8)]
+        pool.signal(signal.SIGSTOP)
+        try:
+            none: list[Any] = [None] * 8
+            plans = BlockStoreBatch(keys, list(range(8)), [0] * 8, [b""] * 8, none, [()] * 8, [BLOCK] * 8, "r")
+            jobs = [runtime.store_blocks(plans) for _ in range(2)]
+            for job in jobs:
+                assert runtime.poll(job) is None
+                assert runtime.cancel(job).failed_keys == set(keys)
+        finally:
+            pool.signal(signal.SIGCONT)
+        loader = runtime._loaders[0]
+        loader.close()
+        assert loader.statistics().offloaded_bytes == 0
+        assert not runtime._namespaces[0].lookup(vllm_runtime.hashes_of(keys)).any()
 
 
 def test_prefill_in_pieces_is_one_chain(options: Options) -> None:

@@ -7,16 +7,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from vllm.config import ModelConfig
+from vllm.v1.kv_offload.base import make_offload_key
 
 from tests.engines.vllm.engine import OFFLOADING, SPEC, EngineProcess, stored_bytes
 from tests.engines.vllm.world import BLOCK, LAYERS, Options, World, prompt
 from tests.field.people import eventually
 from tests.pools import PoolProcess
+from umbp.client import link
 from umbp.errors import ConfigError
 from umbp.integrations import vllm_mover, vllm_offloading
 from umbp.integrations.vllm_blocks import page_keys_of
@@ -255,6 +258,27 @@ def test_the_scheduler_does_not_wait_for_a_frozen_pool(own: tuple[PoolProcess, W
 
     eventually(found_again, "leases are asked for again")
     assert manager._held == {}
+
+
+def test_a_flush_does_not_wait_for_a_frozen_pool_to_store(own: tuple[PoolProcess, World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM waits for the stores of a request that is preempted before it gives its blocks to another."""
+    pool, world = own
+    monkeypatch.setattr(link, "CALL_SECONDS_MAX", 3600.0)
+    monkeypatch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 3600.0})  # which no run would wait for
+    worker = mover(world)
+    worker._pool._connection.hurry(3600.0)
+    before = stored_bytes(world)
+    keys = [make_offload_key(bytes([number]) * 32, 0) for number in range(8)]
+    pool.signal(signal.SIGSTOP)
+    try:
+        for job in (1001, 1002):
+            worker.submit_store(job, SimpleNamespace(block_ids=np.arange(8)), vllm_mover.Blocks(keys))
+        worker.wait({1001, 1002})
+        assert {each.job_id for each in worker.get_finished()} == {1001, 1002}
+    finally:
+        pool.signal(signal.SIGCONT)
+    world.run()
+    assert stored_bytes(world) == before
 
 
 @pytest.mark.parametrize(
