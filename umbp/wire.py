@@ -69,9 +69,10 @@ class Near(Message, frozen=True, tag="near"):
 
 
 class OpenNamespace(Message, frozen=True, tag="namespace"):
-    """``identity`` is `umbp.layout.Namespace.to_dict`."""
+    """``identity`` is `umbp.layout.Namespace.to_dict`. ``close``: this session is through with it."""
 
     identity: dict[str, Any]
+    close: bool = False
 
 
 class Reserve(Message, frozen=True, tag="reserve"):

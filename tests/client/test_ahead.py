@@ -101,6 +101,14 @@ async def test_memory_ahead_that_nobody_uses_is_given_back(
     await becomes(back, "it is given back")  # the background of a plain client slept when it was given
 
 
+async def test_memory_ahead_of_a_namespace_that_is_closed_is_given_back_at_once(space: Any, pool: Any, server: PoolProcess) -> None:
+    await put_series(space, [100, 101], [102, 103], [104, 105])
+    metrics = await asyncio.to_thread(http, f"{server.http}/metrics")
+    assert f"umbp_spare_bytes {2 * SIZE}.0" in metrics, "none was given: this shows nothing"
+    await space.close()
+    assert "umbp_spare_bytes 0.0" in await asyncio.to_thread(http, f"{server.http}/metrics")
+
+
 async def test_memory_ahead_is_not_for_other_numbers_of_pages_nor_after_a_quota(space: Any, pool: Any, server: PoolProcess) -> None:
     before = pool.statistics().puts_ahead
     await put_series(space, [100, 101], [102, 103])

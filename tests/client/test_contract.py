@@ -422,3 +422,42 @@ async def test_close_gives_back_what_is_being_filled_once_nobody_fills_it(
     assert (await put).all(WriteStatus.UNAVAILABLE)
     status = await pool.status()
     assert (status["abandoned"], status["being_written"]) == (0, 0)
+
+
+async def test_a_namespace_that_was_closed_says_so_and_can_be_opened_again(space: Any, pool: Any) -> None:
+    async def open_again() -> Any:
+        return await pool.namespace(model="m", page_tokens=64, layout=Layout.opaque(SIZE), tenant=space.identity.tenant)
+
+    async def sessions() -> int:
+        rows = (await pool.status())["namespaces"]
+        return sum(each["sessions"] for each in rows if each["identity"]["tenant"] == space.identity.tenant)
+
+    other = await open_again()
+    async with space.lease(keys_of(1)) as lease:
+        await space.close()
+        assert (lease.view(0) == bytes_of(1, SIZE)).all()
+    await space.close()
+    assert space.object_bytes == SIZE
+    calls = [
+        lambda: space.put(keys_of(4), values_of([4], SIZE)),
+        lambda: space.get(keys_of(1), buffer(1)),
+        lambda: space.lookup(keys_of(1)),
+        lambda: space.prefix(keys_of(1)),
+        lambda: space.remove(keys_of(1)),
+        lambda: space.pin(keys_of(1)),
+        lambda: space.prefetch(keys_of(1)),
+        lambda: space.flush(),
+        lambda: space.lease(keys_of(1)).__aenter__(),
+    ]
+    for call in calls:
+        with pytest.raises(umbp.InvalidRequest, match="this namespace was closed"):
+            await call()
+    assert (await other.lookup(keys_of(1, 2, 3))).all(), "another handle of it is open"
+    assert await sessions() == 1
+    await other.close()
+    assert await sessions() == 0
+    again = await open_again()
+    out = buffer(3)
+    assert (await again.get(keys_of(1, 2, 3), out)).all(ReadStatus.HIT)
+    assert (out == values_of([1, 2, 3], SIZE)).all()
+    assert await sessions() == 1

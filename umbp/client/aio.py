@@ -21,7 +21,7 @@ from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link
 from umbp.client.opened import Opened
-from umbp.client.operations import Fill, Operations
+from umbp.client.operations import Fill, Operations, open_or_raise
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, drive
 from umbp.client.sync import CLOSE_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
@@ -119,6 +119,7 @@ class AsyncPool:
         self._connection: AsyncConnection | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
+        self._opening = asyncio.Lock()  # one namespace is opened or closed at a time
 
     def __repr__(self) -> str:
         return f"<AsyncPool {self._link.address} {'connected' if self.connected else 'not connected'}>"
@@ -148,10 +149,12 @@ class AsyncPool:
 
     async def namespace(self, *, model: str, page_tokens: int, layout: Any, **identity: Any) -> AsyncNamespace:
         """As `umbp.client.sync.Pool.namespace`."""
-        opened = self._link.opened({"model": model, "page_tokens": page_tokens, "layout": layout, **identity})
-        if opened not in self._link.namespaces:
-            await drive(self._link.open_namespace(opened), self)
-            self._link.namespaces.append(opened)
+        async with self._opening:
+            opened = self._link.opened({"model": model, "page_tokens": page_tokens, "layout": layout, **identity})
+            if opened not in self._link.namespaces:
+                await drive(self._link.open_namespace(opened), self)
+                self._link.namespaces.append(opened)
+            opened.users += 1
         return AsyncNamespace(self, opened)
 
     async def status(self) -> dict[str, Any]:
@@ -263,20 +266,32 @@ class AsyncNamespace:
 
     def __init__(self, pool: AsyncPool, opened: Opened) -> None:
         self._pool = pool
-        self._operations = Operations(pool._link, opened, opened.identity.layout.object_bytes)
+        self._opened = opened
+        self._while_open: Operations | None = Operations(pool._link, opened, opened.identity.layout.object_bytes)
 
     def __repr__(self) -> str:
-        return f"<AsyncNamespace {self.identity.model!r}, objects of {self.object_bytes} bytes>"
+        return f"<AsyncNamespace {self.identity.model!r}, objects of {self.object_bytes} bytes{'' if self._while_open else ', closed'}>"
 
     @property
     def identity(self) -> Identity:
         """All fields."""
-        return self._operations.opened.identity
+        return self._opened.identity
 
     @property
     def object_bytes(self) -> int:
         """Bytes of one page."""
-        return self._operations.object_bytes
+        return self._opened.identity.layout.object_bytes
+
+    @property
+    def _operations(self) -> Operations:
+        return open_or_raise(self._while_open)
+
+    async def close(self) -> None:
+        """Let go of it, as `umbp.client.sync.Namespace.close`."""
+        if self._while_open is not None:
+            self._while_open = None
+            async with self._pool._opening:
+                await drive(self._pool._link.close_namespace(self._opened), self._pool)
 
     async def put(self, keys: Any, values: Any, *, parent: bytes | None = None) -> Statuses:
         """Store pages: one `WriteStatus` an item."""
@@ -324,10 +339,10 @@ class AsyncNamespace:
         try:
             yield lease
         except BaseException:
-            await self._pool.run(self._operations.release(lease))
+            await self._pool.run(operations.release(lease))
             raise
         unchanged = lease.unchanged()
-        await self._pool.run(self._operations.release(lease))
+        await self._pool.run(operations.release(lease))
         lease.raise_if_lost(unchanged)
 
     async def remove(self, keys: Any) -> Mask:

@@ -20,6 +20,7 @@ Notes (which keys were asked for) are kept here until they are sent, bounded; th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -180,8 +181,9 @@ class Link:
             self.forget_notes()
         elif self.bond is not None:
             self.owed.add(self.bond)
-        for opened in self.namespaces:
-            yield from self.open_namespace(opened)
+        for opened in list(self.namespaces):
+            if opened.users:  # else it was closed in between
+                yield from self.open_namespace(opened)
         self.statistics.connects += 1
         self.welcome = reply
         assert self.segment is not None
@@ -209,6 +211,18 @@ class Link:
         """Learn the row of a namespace, making it if it is new."""
         reply, _ = yield Call(wire.OpenNamespace(opened.identity.to_dict()))
         opened.row = reply.row
+
+    def close_namespace(self, opened: Opened) -> Operation[None]:
+        """A handle of it is closed; with the last one it is let go of, with what is kept for its next pages."""
+        opened.users -= 1
+        if opened.users or opened not in self.namespaces:
+            return
+        self.namespaces.remove(opened)
+        with contextlib.suppress(Unavailable):  # then the pool has forgotten it with the session
+            yield from self.take_notes()  # before its row may be another's
+            while opened.spares:
+                yield opened.spares.popleft().returned()
+            yield Call(wire.OpenNamespace(opened.identity.to_dict(), close=True))
 
     def opened(self, fields: dict[str, Any]) -> Opened:
         """The entry of the namespace with these fields, so that opening one again and again adds none. InvalidRequest names a wrong one."""

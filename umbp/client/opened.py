@@ -50,9 +50,13 @@ class Spare:
 
 @dataclass(slots=True)
 class Opened:
-    """A namespace as this client has it open. ``checked``: bond, row and number for which the row was seen to be its own."""
+    """A namespace as this client has it open. ``checked``: bond, row and number for which the row was seen to be its own.
+
+    ``users``: handles of it that are not closed.
+    """
 
     identity: Namespace
+    users: int = 0
     row: int = -1
     checked: tuple[Bond, int, int] | None = None
     spares: deque[Spare] = field(default_factory=deque)
@@ -64,7 +68,7 @@ class Opened:
         now = time.monotonic()
         again = self.put_pages == pages and now < self.put_at + AHEAD_SECONDS_MAX and not self.spares
         self.put_pages, self.put_at = pages, now
-        return pages if again and pages * object_bytes <= AHEAD_BYTES_MAX else 0
+        return pages if again and self.users and pages * object_bytes <= AHEAD_BYTES_MAX else 0
 
     def take_spare(self, bond: Bond, pages: int) -> Spare | None:
         """Memory ahead for this many pages, if there is some."""

@@ -402,6 +402,8 @@ class Operations:
             if done.k:
                 self.opened.spares.append(Spare(bond, done.spare, result.take(np.int64, done.k), asked, self.link.spare_seconds))
                 self.link.keeps_spares = True
+                while not self.opened.users and self.opened.spares:  # closed meanwhile: nobody looks there any more
+                    yield self.opened.spares.popleft().returned()
         return status, done.unused
 
     # -- removal and pins --------------------------------------------------------------------------------------------------------------
@@ -467,6 +469,13 @@ class Operations:
             raise InvalidRequest(f"{type(session).__name__}, not the name of a conversation", field="session", example="chat-17")
         number = int.from_bytes(hashlib.sha256(session.encode(errors="surrogatepass")).digest()[:8], "little") >> 1 if session else 0
         self.link.note(self.opened.row, keys, number)
+
+
+def open_or_raise(operations: Operations | None) -> Operations:
+    """Those of a namespace that is open, None of one that was closed. InvalidRequest then."""
+    if operations is None:
+        raise InvalidRequest("this namespace was closed", field="namespace", example="another one from pool.namespace()")
+    return operations
 
 
 def _check_lengths(keys: U8, rows: Rows, field: str) -> None:

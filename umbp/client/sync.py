@@ -25,7 +25,7 @@ from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
 from umbp.client.link import SPARE_SECONDS, ClientStatistics, Link
 from umbp.client.opened import Opened
-from umbp.client.operations import Fill, Operations
+from umbp.client.operations import Fill, Operations, open_or_raise
 from umbp.client.steps import Call, Operation, Send, T, run
 from umbp.client.waker import Waker
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable
@@ -80,6 +80,7 @@ class Pool:
             if opened not in self._link.namespaces:
                 run(self._link.open_namespace(opened), self)
                 self._link.namespaces.append(opened)
+            opened.users += 1
         return Namespace(self, opened)
 
     def status(self) -> dict[str, Any]:
@@ -279,25 +280,39 @@ class Namespace:
 
     def __init__(self, pool: Pool, opened: Opened) -> None:
         self._pool = pool
-        self._operations = Operations(pool._link, opened, opened.identity.layout.object_bytes)
+        self._opened = opened
+        self._while_open: Operations | None = Operations(pool._link, opened, opened.identity.layout.object_bytes)
 
     def __repr__(self) -> str:
-        return f"<Namespace {self.identity.model!r}, objects of {self.object_bytes} bytes>"
+        return f"<Namespace {self.identity.model!r}, objects of {self.object_bytes} bytes{'' if self._while_open else ', closed'}>"
 
     @property
     def identity(self) -> Identity:
         """All fields."""
-        return self._operations.opened.identity
+        return self._opened.identity
 
     @property
     def object_bytes(self) -> int:
         """Bytes of one page."""
-        return self._operations.object_bytes
+        return self._opened.identity.layout.object_bytes
 
     @property
     def operations(self) -> Operations:
-        """For those who write operations of their own, as the loader does; `run` drives them."""
-        return self._operations
+        """For those who write operations of their own, as the loader does; `run` drives them. InvalidRequest once it is closed."""
+        return open_or_raise(self._while_open)
+
+    _operations = operations
+
+    def close(self) -> None:
+        """Let go of it: what is called from now on is an InvalidRequest, what is under way ends as ever; leases and pins too.
+
+        With the last open handle of a namespace this client gives back the memory that it has for its next pages, and the pool may give its
+        place in the table to another. What is stored stays. It can be opened again. Does nothing the second time.
+        """
+        with self._pool._lock:
+            if self._while_open is not None:
+                self._while_open = None
+                run(self._pool._link.close_namespace(self._opened), self._pool)
 
     def run(self, operation: Operation[T]) -> T:
         """Drive an operation to its end in this thread."""
@@ -370,14 +385,15 @@ class Namespace:
         ``renew`` is False. ``noted``: the access history has this request already, from another client of the same engine.
         LeaseLost at the end if it was lost and pages changed under it.
         """
-        lease = self._pool.run(self._operations.lease(keys, seconds, verify, renew=renew, noted=noted))
+        operations = self._operations
+        lease = self._pool.run(operations.lease(keys, seconds, verify, renew=renew, noted=noted))
         try:
             yield lease
         except BaseException:
-            self._pool.run(self._operations.release(lease))
+            self._pool.run(operations.release(lease))
             raise
         unchanged = lease.unchanged()
-        self._pool.run(self._operations.release(lease))
+        self._pool.run(operations.release(lease))
         lease.raise_if_lost(unchanged)
 
     def remove(self, keys: Any) -> Mask:

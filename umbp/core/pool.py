@@ -192,6 +192,10 @@ class Pool:
         state.sessions[session] = None
         return state.account
 
+    def close_namespace(self, session: int, row: int) -> None:
+        """This session is through with it: its row may go to another, where nobody else has it open and it holds nothing."""
+        self.find_namespace(row).sessions.pop(session, None)
+
     def find_namespace(self, row: int) -> NamespaceState:
         """By row. NotFound if there is none."""
         state = self.namespaces.get(row)

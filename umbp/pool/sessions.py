@@ -15,7 +15,6 @@ import fcntl
 import logging
 import socket
 import struct
-import sys
 import termios
 from collections.abc import Callable, Coroutine
 from itertools import groupby
@@ -159,12 +158,10 @@ class Session(asyncio.Protocol):
         """Whether all that the client has sent is answered: neither here nor in the kernel is more of it."""
         if self._transport is None or len(self._buffer) != self._answered:
             return False
-        unread = fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
-        return int.from_bytes(unread, sys.byteorder) == 0
+        return not any(fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4)))  # a number of bytes
 
     def _refuse(self, error: UmbpError) -> None:
         self._buffer.clear()
-        self._answered = 0
         if self._transport:
             log.warning("%r closed: %s", self, error)
             self._transport.write(wire.encode(wire.Failed(error.code, str(error), error.field)))
@@ -221,7 +218,10 @@ class Session(asyncio.Protocol):
     def namespace(self, message: wire.OpenNamespace, blob: wire.Blob, now: float) -> bytes:
         blob.end()
         identity = Namespace.from_dict(message.identity)
-        account = self.server.pool.open_namespace(self.session, identity.digest(), identity.canonical(), identity.layout.object_bytes)
+        pool, digest = self.server.pool, identity.digest()
+        account = pool.open_namespace(self.session, digest, identity.canonical(), identity.layout.object_bytes)
+        if message.close:
+            pool.close_namespace(self.session, account.row)
         return wire.encode(wire.NamespaceOpened(account.row, account.object_bytes))
 
     def reserve(self, message: wire.Reserve, blob: wire.Blob, now: float) -> bytes:
