@@ -53,7 +53,7 @@ class RedisProcess:
         """SIGKILL: all that it had is gone."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10.0)
+            self._process.wait(60.0)
             self._process = None
 
     def signal(self, number: int) -> None:

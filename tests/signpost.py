@@ -40,12 +40,12 @@ class Signpost:
 
     def __enter__(self) -> Signpost:
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(10)
+        self._thread.join(60)
 
     def add(self, pool: PoolProcess, space: Any, keys: np.ndarray, **changes: Any) -> None:
         """This pool has these pages; ``changes`` to what is said of it, such as another address."""

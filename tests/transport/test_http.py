@@ -201,7 +201,7 @@ async def test_where_one_connection_fails_the_other_is_cut(transport: HttpTransp
         data, offsets = np.zeros(8 << 20, np.uint8), np.arange(8) << 20
         with pytest.raises(ConnectionError):
             await transport.read(Peer("p", 1, address_of(listener)), "ab" * 32, 1 << 20, keys, data, offsets, time.monotonic() + 60, print)
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
     assert not any(transport._idle.values())
 
