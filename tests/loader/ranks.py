@@ -72,10 +72,10 @@ class Accident:
     """What happens to this process, and when."""
 
     def __init__(self) -> None:
-        self.what, self.at, self.seconds, self.passed, self.jitter = "", -1, 0.0, 0, 0.0
+        self.what, self.at, self.seconds, self.passed, self.jitter, self.met = "", -1, 0.0, 0, 0.0, 0
 
     def plan(self, what: str = "", at: int = -1, seconds: float = 0.0, jitter: float = 0.0) -> None:
-        self.what, self.at, self.seconds, self.passed, self.jitter = what, at, seconds, 0, jitter
+        self.what, self.at, self.seconds, self.passed, self.jitter, self.met = what, at, seconds, 0, jitter, 0
 
     def point(self) -> None:
         self.passed += 1
@@ -97,9 +97,13 @@ class Accident:
             setattr(owner, name, self._wrapped(getattr(owner, name)))
 
     def _wrapped(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        meet = Rank.__dict__["_meet"]
+
         def wrapped(*arguments: Any, **named: Any) -> Any:
             self.point()
             result = call(*arguments, **named)
+            if call is meet:
+                self.met = len(result.seats)
             self.point()
             return result
 
@@ -169,7 +173,7 @@ class Rehearsed:
         started = time.monotonic()
         load = self.loader.load(keys_of(numbers), np.array(slots, np.int64), deadline=deadline)
         done = load.finish()
-        seconds = time.monotonic() - started
+        seconds, met = time.monotonic() - started, self.accident.met
         self.accident.plan()
         there = np.setdiff1d(np.arange(len(numbers)), done.missing)
         good = self.cache.has(numbers, slots)[there] if len(numbers) else np.ones(0, bool)
@@ -178,6 +182,7 @@ class Rehearsed:
             "reason": done.reason,
             "bytes": done.read_bytes,
             "seconds": seconds,
+            "met": met,  # ranks that came in time, this one too
             "wrong": there[~good].tolist(),
             "clean": self.cache.untouched(slots),
             "layers": int(np.isfinite(done.ready_at).sum()),

@@ -5,6 +5,7 @@ The same rules as for groups on the CPU (`test_group.py`), and the same accident
 
 from __future__ import annotations
 
+import functools
 import shutil
 import signal
 import tempfile
@@ -21,6 +22,7 @@ from tests.pools import PoolProcess
 from umbp.types import WriteStatus
 
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
+from tests.loader import test_group
 from tests.loader.caches import Cache, keys_of, slots_for
 from tests.loader.ranks import nothing_is_leased, ranks
 from tests.loader.test_group import Accidents
@@ -56,17 +58,8 @@ def folder() -> Iterator[str]:
     shutil.rmtree(made)
 
 
-def load_all(group: Any, wanted: dict[int, list[int]], **options: Any) -> dict[int, Any]:
-    """All of these ranks at once; slots differ. Each answer is right byte for byte where it says so."""
-    options = {"deadline": 50.0, **options}  # the interpreter takes a second for what a GPU does in 10 us, and more on a busy machine
-    for rank, numbers in wanted.items():
-        group.tell(rank, "load", numbers=numbers, slots=slots_for(rank, len(numbers)).tolist(), **options)
-    answers = {rank: group.hear(rank) for rank in wanted}
-    for rank, answer in answers.items():
-        assert answer["wrong"] == [], f"rank {rank}: {answer}"
-        assert "internal error" not in answer["reason"], answer["reason"]
-        assert answer["clean"], f"rank {rank} wrote outside of its slots"
-    return answers
+# The interpreter takes a second for what a GPU does in 10 us, and more on a busy machine.
+load_all, load_together = (functools.partial(load, deadline=50.0) for load in (test_group.load_all, test_group.load_together))
 
 
 SLOW = pytest.mark.slow
@@ -79,7 +72,7 @@ SLOW = pytest.mark.slow
 def test_each_page_leaves_the_segment_once(server: PoolProcess, tenant: str, object_bytes: int, folder: str, world: int, way: str) -> None:
     options = {**PATIENT, "device": {"folder": folder}}
     with ranks(server.socket, tenant, world, way=way, **options) as group, umbp.connect(server.socket) as pool:
-        same = load_all(group, dict.fromkeys(range(world), NUMBERS))
+        same = load_together(group, dict.fromkeys(range(world), NUMBERS))
         assert all(answer["missing"] == [] for answer in same.values()), same
         assert sum(answer["bytes"] for answer in same.values()) == len(NUMBERS) * object_bytes
         assert max(answer["bytes"] for answer in same.values()) == -(-len(NUMBERS) // world) * object_bytes
@@ -87,11 +80,11 @@ def test_each_page_leaves_the_segment_once(server: PoolProcess, tenant: str, obj
 
         parts = {rank: NUMBERS[rank * 2 : rank * 2 + 4] for rank in range(world)}
         union = len(set().union(*map(set, parts.values())))
-        different = load_all(group, parts)
+        different = load_together(group, parts)
         assert all(answer["missing"] == [] for answer in different.values()), different
         assert sum(answer["bytes"] for answer in different.values()) == union * object_bytes
 
-        nothing = load_all(group, {rank: [] if rank == 0 else NUMBERS[:5] for rank in range(world)})
+        nothing = load_together(group, {rank: [] if rank == 0 else NUMBERS[:5] for rank in range(world)})
         assert all(answer["missing"] == [] for answer in nothing.values()), nothing
         assert sum(answer["bytes"] for answer in nothing.values()) == 5 * object_bytes
 
@@ -131,7 +124,7 @@ def test_tensors_that_cannot_be_shared_are_reached_through_staging(
     device = {"folder": folder, "failing": {"1": {"share_tensor": "expandable segments"}}}
     with ranks(server.socket, tenant, 2, way="fused", **PATIENT, device=device) as group:
         for _ in range(2):
-            assert total(load_all(group, dict.fromkeys(range(2), NUMBERS))) == len(NUMBERS) * object_bytes
+            assert total(load_together(group, dict.fromkeys(range(2), NUMBERS))) == len(NUMBERS) * object_bytes
         found = [group.ask(rank, "statistics") for rank in range(2)]
         assert [(each["way"], each["cause"]) for each in found] == [("staged", "unmapped")] * 2
         assert all("expandable segments" in each["reason"] for each in found)
@@ -140,7 +133,7 @@ def test_tensors_that_cannot_be_shared_are_reached_through_staging(
 def test_a_rank_that_cannot_reach_others_is_reached_all_the_same(server: PoolProcess, tenant: str, object_bytes: int, folder: str) -> None:
     device = {"folder": folder, "failing": {"0": {"open": "no peer access"}}}
     with ranks(server.socket, tenant, 2, way="fused", **PATIENT, device=device) as group:
-        answers = load_all(group, dict.fromkeys(range(2), NUMBERS))
+        answers = load_together(group, dict.fromkeys(range(2), NUMBERS))
         half = len(NUMBERS) // 2 * object_bytes
         assert total(answers) == 3 * half
         assert answers[0]["bytes"] == half

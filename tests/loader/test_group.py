@@ -55,21 +55,30 @@ def load_all(group: Ranks, wanted: dict[int, list[int]], **options: Any) -> dict
     return answers
 
 
+def load_together(group: Ranks, wanted: dict[int, list[int]], **options: Any) -> dict[int, Any]:
+    """As `load_all`, once all have come within the second that a meeting may take: a busy machine may let one of them come later."""
+    for _ in range(20):
+        answers = load_all(group, wanted, **options)
+        if all(answer["met"] == len(wanted) for answer in answers.values()):
+            return answers
+    raise AssertionError(f"they never came within a second: {answers}")
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_page_leaves_the_segment_once(server: PoolProcess, tenant: str, object_bytes: int, world: int) -> None:
     with ranks(server.socket, tenant, world, **PATIENT) as group, umbp.connect(server.socket) as pool:
-        same = load_all(group, dict.fromkeys(range(world), NUMBERS))
+        same = load_together(group, dict.fromkeys(range(world), NUMBERS))
         assert all(answer["missing"] == [] for answer in same.values()), same
         assert sum(answer["bytes"] for answer in same.values()) == len(NUMBERS) * object_bytes
         assert max(answer["bytes"] for answer in same.values()) == -(-len(NUMBERS) // world) * object_bytes
 
         parts = {rank: NUMBERS[rank * 5 : rank * 5 + 20] for rank in range(world)}
         union = len(set().union(*map(set, parts.values())))
-        different = load_all(group, parts)
+        different = load_together(group, parts)
         assert all(answer["missing"] == [] for answer in different.values()), different
         assert sum(answer["bytes"] for answer in different.values()) == union * object_bytes
 
-        nothing = load_all(group, {rank: [] if rank == 0 else NUMBERS for rank in range(world)})
+        nothing = load_together(group, {rank: [] if rank == 0 else NUMBERS for rank in range(world)})
         assert all(answer["missing"] == [] for answer in nothing.values()), nothing
         assert sum(answer["bytes"] for answer in nothing.values()) == len(NUMBERS) * object_bytes
         assert nothing[0]["bytes"] > 0, "who wants nothing helps"
@@ -83,7 +92,7 @@ def test_each_page_leaves_the_segment_once(server: PoolProcess, tenant: str, obj
 
 def test_a_window_larger_than_the_ring_passes_through_it(server: PoolProcess, tenant: str, object_bytes: int) -> None:
     with ranks(server.socket, tenant, 2, **{**PATIENT, "staging_bytes": 128 << 10}) as group:
-        answers = load_all(group, {0: NUMBERS, 1: NUMBERS})
+        answers = load_together(group, {0: NUMBERS, 1: NUMBERS})
         assert all(answer["missing"] == [] for answer in answers.values()), answers
         assert sum(answer["bytes"] for answer in answers.values()) == len(NUMBERS) * object_bytes
 
@@ -94,14 +103,14 @@ def test_a_rank_that_does_not_help_reads_nothing(server: PoolProcess, tenant: st
         assert [answers[rank]["bytes"] for rank in (0, 1)] == [len(NUMBERS) * object_bytes] * 2
         group.options = PATIENT
         group.start(1)
-        answers = load_all(group, {0: NUMBERS, 1: NUMBERS})
+        answers = load_together(group, {0: NUMBERS, 1: NUMBERS})
         assert answers[0]["bytes"] == 0
         assert answers[1]["bytes"] == len(NUMBERS) * object_bytes
 
 
 def test_a_rank_that_never_joins_is_done_without(server: PoolProcess, tenant: str, object_bytes: int) -> None:
-    with ranks(server.socket, tenant, 4, **{**PATIENT, "meet_seconds": 0.2}) as group:
-        answers = load_all(group, dict.fromkeys((0, 1, 3), NUMBERS))
+    with ranks(server.socket, tenant, 4, **{**PATIENT, "meet_seconds": 0.3}) as group:
+        answers = load_together(group, dict.fromkeys((0, 1, 3), NUMBERS))
         assert all(answer["missing"] == [] for answer in answers.values())
         assert sum(answer["bytes"] for answer in answers.values()) == len(NUMBERS) * object_bytes
         late = load_all(group, {2: NUMBERS})
