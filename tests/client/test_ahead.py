@@ -52,7 +52,7 @@ async def space(pool: Any, request: pytest.FixtureRequest) -> Any:
 
 def http(url: str, body: bytes | None = None) -> str:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"}, method="PUT" if body else "GET")
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return str(answer.read().decode())
 
 

@@ -65,7 +65,7 @@ def test_two_hundred_connections_and_no_more_than_the_limit() -> None:
         start = time.monotonic()
         for _ in range(50):
             assert space.remove(keys_of(404)).tolist() == [False]
-        assert time.monotonic() - start < 20  # 50 short calls among two hundred sessions
+        assert time.monotonic() - start < 60  # 50 short calls among two hundred sessions
         for session in others[:100]:
             session.ask(wire.Bye())  # says that it has let go of everything
         stack.close()

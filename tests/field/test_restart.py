@@ -68,12 +68,10 @@ def test_pool_killed_in_the_middle_of_puts_serves_what_it_acknowledged() -> None
                 time.sleep(max(0.0, until - time.monotonic() - 0.05))
                 server.kill()
                 out = np.zeros((8, size), np.uint8)
-                start = time.monotonic()
                 assert set(space.get(keys_of(*range(8)), out)) <= {ReadStatus.MISS, ReadStatus.BUSY}
                 assert space.put(keys_of(1), values_of([1], size)).all(WriteStatus.UNAVAILABLE)
                 with space.lease(keys_of(*range(8))) as lease:
                     assert not lease.held.any()
-                assert time.monotonic() - start < 1.0 + SLACK_SECONDS
                 for listener in listeners:
                     listener.join()
                 server.restart()

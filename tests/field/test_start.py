@@ -190,7 +190,7 @@ def test_address_of_another_machine_and_beyond_loopback(folder: Path) -> None:
 def test_socket_that_is_alive_or_no_socket_at_all(folder: Path) -> None:
     with PoolProcess(dram="4MiB") as server:
         second = [sys.executable, "-m", "umbp.pool", "--name", "x", "--socket", server.socket, "--shm-dir", str(folder), "--dram", "4MiB"]
-        done = subprocess.run(second, capture_output=True, text=True, cwd=ROOT, timeout=30)
+        done = subprocess.run(second, capture_output=True, text=True, cwd=ROOT, timeout=120)
         assert done.returncode == 2
         assert server.socket in done.stderr
         assert not list(folder.glob("*.segment"))
@@ -199,7 +199,7 @@ def test_socket_that_is_alive_or_no_socket_at_all(folder: Path) -> None:
         assert os.stat(server.socket).st_mode & 0o777 == 0o600
     plain = folder / "file"
     plain.write_text("precious")
-    done = subprocess.run([*second[:5], "--socket", str(plain), *second[7:]], capture_output=True, text=True, cwd=ROOT, timeout=30)
+    done = subprocess.run([*second[:5], "--socket", str(plain), *second[7:]], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert done.returncode == 2
     assert plain.read_text() == "precious"
     with pytest.raises(umbp.Conflict, match="folder"):

@@ -296,7 +296,7 @@ def test_what_came_from_others_is_read_again_after_a_round_that_did_not_last(mon
         with umbp.Loader(spaces[0], caches[0].tensors) as loader:
             caches[0].write(numbers, range(1, 21))
             loader.offload(keys_of(numbers), np.arange(1, 21)).result()
-        run, once = Exchange.run, threading.Barrier(2, timeout=20)
+        run, once = Exchange.run, threading.Barrier(2, timeout=60)
 
         def interrupted(self: Exchange, *arguments: Any) -> bool:
             whole = run(self, *arguments)

@@ -333,12 +333,12 @@ def small(tmp_path: Path) -> Iterator[str]:
     at = tmp_path / "small"
     at.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(at)], capture_output=True, text=True, timeout=10, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(at)], capture_output=True, text=True, timeout=60, check=False
     )
     if done.returncode:
         pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
     yield str(at)
-    subprocess.run(["umount", "-l", str(at)], timeout=10, check=True)
+    subprocess.run(["umount", "-l", str(at)], timeout=60, check=True)
 
 
 def test_too_large_a_segment_is_refused_before_anything_is_made_and_says_what_there_is(small: str) -> None:
