@@ -48,7 +48,7 @@ class FakeNode:
         self.started, self.state = 100.0, "ready"
         self.warnings: list[str] = []
         self.unhealthy: list[str] = []
-        self.woken = 0
+        self.woken = self.kept_pins = 0
         self.time = 1000.0
         self.cluster = ClusterSide(self.config, self.pool, self.name, self.boot, self.http)
 
@@ -57,6 +57,9 @@ class FakeNode:
 
     def wake(self) -> None:
         self.woken += 1
+
+    async def keep_pins(self) -> None:
+        self.kept_pins += 1
 
     def sessions(self) -> list[Any]:
         return [SimpleNamespace(session=1, pid=42, client="test", opened=900.0, connected=True)]

@@ -8,7 +8,7 @@ pin does not outlive the object's visibility, so it remembers versions and skips
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -139,6 +139,19 @@ class Leases:
         self.objects.pin(distinct)
         self.pins[pin.number] = pin
         return pin
+
+    def restore(self, pin: Pin) -> bool:
+        """A pin of a former boot, of those of its objects that are there still, at the version that they had; False if none is."""
+        known = (pin.ids >= 0) & (pin.ids < self.objects.capacity)
+        ids, versions = pin.ids[known], pin.versions[known]
+        same = (self.objects.state[ids] == LIVE) & (self.objects.table.versions_of(ids) == versions)
+        distinct = np.unique(ids[same])
+        if not len(distinct):
+            return False
+        self.objects.pin(distinct)
+        self.pins[pin.number] = replace(pin, ids=distinct, versions=self.objects.table.versions_of(distinct))
+        self._next = max(self._next, pin.number + 1)
+        return True
 
     def unpin(self, number: int) -> None:
         """Take a pin back."""

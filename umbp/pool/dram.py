@@ -48,6 +48,7 @@ class Dram:
         self.segment.close()
         if release:
             os.unlink(path)
+            segment.remove_beside(Path(path))
         self.lock.close(remove=release)
 
 

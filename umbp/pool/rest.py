@@ -389,6 +389,7 @@ class Handlers:
         if not stored.any():
             raise NotFound("none of these keys is stored", field="keys")
         made = pool.pin(now, 0, account.row, keys, body.seconds, body.note)
+        await self.node.keep_pins()
         missing = [key for key, held in zip(body.keys, stored.tolist(), strict=True) if not held]
         return items.Pinned(pin=items.pin_document(made, now), missing=missing)
 
@@ -398,6 +399,7 @@ class Handlers:
         leases.unpin(params.pin)
         assert pin is not None
         self.node.wake()
+        await self.node.keep_pins()
         return items.pin_document(pin, self.node.now())
 
     # -- policies

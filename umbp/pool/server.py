@@ -12,7 +12,7 @@ checksums. `_housekeeping` lets time pass for the core in slices of at most a fe
 
 Stop (SIGTERM, SIGINT): no new sessions, listeners closed, sessions cut, segment marked stopped and kept (or released) within
 `STOP_SECONDS_MAX`. A SIGKILL leaves the segment as it is, which the next start takes over: there is no state that only memory had, except
-leases (they end), pins, and histories of the policies.
+leases and clients' pins (they end), and histories of the policies.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from umbp.pool.door import FrontDoor
 from umbp.pool.fetching import Fetching
 from umbp.pool.meetings import Meetings
 from umbp.pool.owners import Owner, Owners
+from umbp.pool.pins import KeptPins
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
 from umbp.pool.sessions import Session
@@ -113,6 +114,10 @@ class PoolServer:
         self.summer.committed()
         self.cluster.reporter.wake()
 
+    async def keep_pins(self) -> None:
+        """Operators' pins are others than before: the next start is to find them."""
+        await self.pins.keep()
+
     def noted(self) -> None:
         """There are requests to be entered in the history."""
         self._noted.set()
@@ -139,7 +144,7 @@ class PoolServer:
     def warnings(self) -> list[str]:
         """What is not as it was asked for: fall-backs at the start, and what keeps it from its master."""
         disks = self.ssd.warnings if self.ssd else []
-        return self._warnings + (self.cluster.warnings + disks if self.state == "ready" else [])
+        return self._warnings + (self.cluster.warnings + disks + self.pins.warnings if self.state == "ready" else [])
 
     @property
     def boot(self) -> int:
@@ -278,6 +283,11 @@ class PoolServer:
         self.pages = PageServer(self.shelf, token=config.token, listening=self.http, windows=windows)
         self.owners = Owners(self, config.sessions_max)
         self.owners.adopt(unfinished)
+        self.pins = KeptPins(self.pool.leases, self.segment.path, int(self.segment.words[segments.H_SEED]))
+        if slice_.attached:
+            log.info("%d pins of operators hold on", self.pins.restore(self.now()))
+        else:
+            self.pins.forget()
         self.pool.spares.recall = self.owners.recall
         if slice_.attached:
             log.info("took over %d objects, %s", len(self.pool.objects.live_ids()), format_size(self.pool.objects.used_bytes))

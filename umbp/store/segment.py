@@ -174,12 +174,17 @@ def reclaim(path: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             size = path.stat().st_blocks * 512
             path.unlink()
-        with contextlib.suppress(FileNotFoundError):
-            path.with_suffix(".ssd").unlink()
+        remove_beside(path)
         lock.unlink()
     finally:
         os.close(fd)
     return size
+
+
+def remove_beside(path: Path) -> None:
+    """Remove what belongs to a segment that is gone: the index of the SSD tier, operators' pins."""
+    for suffix in (".ssd", ".pins", ".pins-new"):
+        path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 class Segment:
