@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from umbp.config import load_pool_config
+from umbp.config import SsdFolder, load_pool_config
 from umbp.errors import ConfigError
 
 
@@ -55,3 +55,38 @@ def test_strict_needs_nodes_to_be_strict_about() -> None:
     with pytest.raises(ConfigError, match="numa 0,1") as caught:
         load_pool_config(["--numa-strict", "on"], {})
     assert caught.value.field == "numa_strict"
+
+
+def test_folders_of_ssd_on_levels_and_with_weights() -> None:
+    found = load_pool_config(["--ssd", "fast=/nvme0/a:2TiB*2", "--ssd", "slow=/disk:20TiB, fast=/nvme1/b=c:1GiB*0.5"], {})
+    assert found.ssd_levels == ("fast", "slow")
+    assert found.ssd == (
+        SsdFolder("/nvme0/a", 2 << 40, "fast", 2.0),
+        SsdFolder("/disk", 20 << 40, "slow"),
+        SsdFolder("/nvme1/b=c", 1 << 30, "fast", 0.5),
+    )
+    assert load_pool_config(["--ssd", "/a=b:1GiB"], {}).ssd_levels == ("",)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("fast=/a:1GiB,/b:1GiB", "others do not"),
+        ("fast=/a:1GiB,slow=/a:1GiB", "twice"),
+        ("fast=:1GiB", "PATH:SIZE"),
+        ("/a:1GiB*0", "weight"),
+        ("/a:1GiB*", "weight"),
+        ("/a:1GiB*much", "weight"),
+        (",".join(f"l{at}=/{at}:1GiB" for at in range(9)), "more than 8"),
+    ],
+)
+def test_bad_levels_are_refused_with_good_ones(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        load_pool_config(["--ssd", text], {})
+    assert caught.value.field == "ssd"
+
+
+def test_the_low_mark_of_a_level_is_below_the_high_one() -> None:
+    with pytest.raises(ConfigError, match="ssd_offload_high") as caught:
+        load_pool_config(["--ssd-offload-low", "0.9", "--ssd-offload-high", "0.9"], {})
+    assert caught.value.field == "ssd_offload_low"

@@ -44,6 +44,7 @@ __all__ = [
 DRAM_BYTES_MIN = 1 << 20  # a smaller pool is a mistake of units
 SSD_BYTES_MIN = 16 << 20
 SSD_FOLDERS_MAX = 64
+SSD_LEVELS_MAX = 8
 NUMA_REGIONS_MAX = 16
 
 # Variables that begin with UMBP_ and are no field of the pool: those of clients, the folder of sockets, the scripts' switches.
@@ -84,20 +85,34 @@ def _numa(text: str, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SsdFolder:
-    """A folder for pages, and the most bytes that all its files may take."""
+    """A folder for pages, and the most bytes that all its files may take.
+
+    ``level``: the one it is on, "" where there is but one. ``weight``: its part of what is written there, beside its size.
+    """
 
     path: str
     size_bytes: int
+    level: str = ""
+    weight: float = 1.0
 
 
 def _ssd_folders(text: str, field: str) -> tuple[SsdFolder, ...]:
-    """PATH:SIZE, several with commas between them."""
+    """[LEVEL=]PATH:SIZE[*WEIGHT], several with commas between them."""
     found: list[SsdFolder] = []
     for part in text.split(","):
-        where, colon, size = part.strip().rpartition(":")
-        if not colon or not where:
-            raise ConfigError(f"{quoted(part)} is not PATH:SIZE", field=field, example="/nvme0/umbp:2TiB")
-        found.append(SsdFolder(_path(where, field), parse_size(size, field)))
+        named = re.fullmatch(
+            r"(?:([A-Za-z][A-Za-z0-9_-]{0,31})=)?((?![A-Za-z][A-Za-z0-9_-]*=).+):([^:*]+)(?:\*(.*))?", part.strip(), re.DOTALL
+        )
+        if not named:
+            raise ConfigError(f"{quoted(part)} is not PATH:SIZE", field=field, example="/nvme0/umbp:2TiB, or fast=/nvme0/umbp:2TiB")
+        level, where, size, weight = named.groups()
+        if weight is not None and not (re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?", weight.strip()) and float(weight) > 0):
+            raise ConfigError(f"{quoted(weight)} is not a weight", field=field, example="fast=/nvme0/umbp:2TiB*2")
+        found.append(SsdFolder(_path(where, field), parse_size(size, field), level or "", float(weight or 1)))
+    if len({not folder.level for folder in found}) > 1:
+        raise ConfigError("some folders name a level, others do not", field=field, example="fast=/nvme0/umbp:2TiB,slow=/disk0/umbp:20TiB")
+    if len({folder.level for folder in found}) > SSD_LEVELS_MAX:
+        raise ConfigError(f"more than {SSD_LEVELS_MAX} levels", field=field, example="fast=/nvme0/umbp:2TiB,slow=/disk0/umbp:20TiB")
     if len({os.path.realpath(folder.path) for folder in found}) < len(found):
         raise ConfigError("a folder is given twice", field=field, example="/nvme0/umbp:2TiB,/nvme1/umbp:2TiB")
     if len(found) > SSD_FOLDERS_MAX:
@@ -126,7 +141,13 @@ class PoolConfig:
     numa_strict: bool = _option("Memory", _switch, "off", "off", "no start where memory is not on the nodes named by numa")
     prefault_threads: int | None = _option("Memory", _or_auto(_count(1, 256)), "auto", "4", "threads that fault memory in at start")
     ssd: tuple[SsdFolder, ...] = _option(
-        "SSD", _ssd_folders, "", "/nvme0/umbp:2TiB", "folder and most bytes of its files; may be given several times", (), several=True
+        "SSD",
+        _ssd_folders,
+        "",
+        "/nvme0/umbp:2TiB",
+        "folder and most bytes of its files; several; fast=/a:2TiB slow=/b:20TiB are levels, /a:2TiB*2 has twice the weight",
+        (),
+        several=True,
     )
     ssd_policy: str = _option(
         "SSD", _choice("write_behind", "on_evict", "off"), "write_behind", "on_evict", "copied when committed, when about to go, or not"
@@ -135,6 +156,16 @@ class PoolConfig:
     ssd_eviction: str = _option("SSD", _policy_name, "lru", "lru", "the policy that says what goes")
     ssd_cleaning: str = _option("SSD", _policy_name, "cost_benefit", "greedy", "the policy that says which file is cleaned")
     ssd_striping: str = _option("SSD", _policy_name, "even", "fill", "the policy that says which folder is written to")
+    ssd_offload: str = _option(
+        "SSD",
+        _choice("watermark", "on_evict"),
+        "watermark",
+        "on_evict",
+        "when pages go to the level below: ahead of need, or when it is full",
+    )
+    ssd_offload_high: float = _option("SSD", _share, "0.90", "0.90", "watermark: offload when more than this share of a level is used")
+    ssd_offload_low: float = _option("SSD", _share, "0.80", "0.80", "and stop at this share")
+    ssd_promote: bool = _option("SSD", _switch, "on", "off", "pages that are read from a lower level are written to the first one again")
     ssd_write_max: int | None = _option("SSD", parse_size, "", "10TiB", "most bytes written a day, over all folders", None)
     ssd_clean_rate: int = _option("SSD", parse_size, "256MiB", "256MiB", "bytes a second that cleaning may read and write, a folder")
     ssd_keys_max: int | None = _option("SSD", _or_auto(_count(1, 1 << 24)), "auto", "1000000", "pages on SSD; auto: by size")
@@ -177,6 +208,11 @@ class PoolConfig:
         """The nodes that memory is to be on, one region each; none where it is left to the kernel, or spread over all."""
         return tuple(int(number) for number in self.numa.split(",")) if self.numa[:1].isdigit() else ()
 
+    @property
+    def ssd_levels(self) -> tuple[str, ...]:
+        """The levels of the SSD tier, the first one first: in the order in which folders name them."""
+        return tuple(dict.fromkeys(folder.level for folder in self.ssd))
+
     def validate(self) -> None:
         """The relations between fields."""
         if self.numa_strict and not self.numa_nodes:
@@ -186,6 +222,9 @@ class PoolConfig:
         if not self.watermark_low < self.watermark_high:
             why = f"{self.watermark_low} is not below watermark_high, {self.watermark_high}"
             raise ConfigError(why, field="watermark_low", example="0.90 with watermark_high 0.95")
+        if not self.ssd_offload_low < self.ssd_offload_high:
+            why = f"{self.ssd_offload_low} is not below ssd_offload_high, {self.ssd_offload_high}"
+            raise ConfigError(why, field="ssd_offload_low", example="0.80 with ssd_offload_high 0.90")
         for folder in self.ssd:
             if folder.size_bytes < SSD_BYTES_MIN:
                 why = f"{folder.path} with {format_size(folder.size_bytes)} is less than {format_size(SSD_BYTES_MIN)}"

@@ -6,7 +6,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +75,13 @@ def make_tier(
     day: float = 20_000 * 86_400.0,
     day_bytes_max: int = 0,
     strict: bool = True,
+    levels: Sequence[int] = (),
+    weights: Sequence[float] = (),
 ) -> SsdTier:
-    """A tier over these folders, opened. With ``strict`` what keeps one from being opened is raised."""
+    """A tier over these folders, opened. With ``strict`` what keeps one from being opened is raised. ``levels``: of each folder."""
     used = system or System()
-    drives = [Drive(str(folder), size, used, segment_bytes=segment_bytes) for folder in folders]
+    each = zip(folders, levels or [0] * len(folders), weights or [1.0] * len(folders), strict=True)
+    drives = [Drive(str(path), size, used, segment_bytes=segment_bytes, level=level, weight=weight) for path, level, weight in each]
     tier = SsdTier(
         drives,
         private_table(entries, 7),

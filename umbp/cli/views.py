@@ -90,11 +90,21 @@ def _ssd(ssd: dict[str, Any]) -> list[Text]:
             f"{format_size(ssd['written_today_bytes'])}{cap} written today, {ssd['waiting']:,} pages wait ({ssd['policy']})"
         )
     ]
+    for level in ssd.get("levels", []):
+        used, capacity = level["used_bytes"], level["capacity_bytes"]
+        lines.append(
+            cell(
+                f"level {level['name']}: {format_size(used)} of {format_size(capacity)} ({share(used, capacity)}), {level['keys']:,} keys; "
+                f"{level['offloaded_keys']:,} went down{', still at it' if level['offloading'] else ''}, "
+                f"{level['promoted_keys']:,} came up, {level['spilled_keys']:,} were written below"
+            )
+        )
     for disk in ssd["disks"]:
         state = "does not answer" if disk["stalled"] else disk["state"]
         fault = f": {disk['fault']}" if disk["fault"] else ""
         sizes = f"{format_size(disk['used_bytes'])} in {format_size(disk['file_bytes'])} of files of {format_size(disk['limit_bytes'])}"
-        lines.append(cell(f"{disk['path']}  {state}{fault}  {sizes}", "" if state == "up" else "red"))
+        where = f"{disk['level']}={disk['path']}" if disk.get("level") else disk["path"]
+        lines.append(cell(f"{where}  {state}{fault}  {sizes}", "" if state == "up" else "red"))
     return lines
 
 

@@ -167,6 +167,7 @@ class DiskDocument(Document, frozen=True):
     """One folder of the SSD tier. ``state``: up, reading (it cannot be written now), away; ``stalled``: it does not answer."""
 
     path: str
+    level: str
     state: str
     stalled: bool
     fault: str
@@ -179,6 +180,20 @@ class DiskDocument(Document, frozen=True):
     written_bytes: int
     read_errors: int
     write_errors: int
+
+
+class LevelDocument(Document, frozen=True):
+    """A level of the SSD tier: pages ``offloaded`` to lower ones, ``promoted`` to the first one, ``spilled`` below for want of a file."""
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    keys: int
+    offloading: bool
+    offloaded_keys: int
+    offloaded_bytes: int
+    promoted_keys: int
+    spilled_keys: int
 
 
 class SsdDocument(Document, frozen=True):
@@ -209,6 +224,7 @@ class SsdDocument(Document, frozen=True):
     orphans: int
     torn: int
     disks: list[DiskDocument]
+    levels: list[LevelDocument]
 
 
 def ssd_document(side: SsdSide) -> SsdDocument:
@@ -238,14 +254,29 @@ def ssd_document(side: SsdSide) -> SsdDocument:
         found_keys=counters.found_pages,
         orphans=counters.orphans,
         torn=counters.torn,
-        disks=[_disk_document(drive, side.now()) for drive in tier.drives],
+        disks=[_disk_document(drive, side.now(), side.config.ssd_levels[drive.level]) for drive in tier.drives],
+        levels=[
+            LevelDocument(
+                name=name,
+                capacity_bytes=level.capacity_bytes,
+                used_bytes=level.used_bytes,
+                keys=level.keys,
+                offloading=level.stop is not None,
+                offloaded_keys=level.offloaded_pages,
+                offloaded_bytes=level.offloaded_bytes,
+                promoted_keys=level.promoted_pages,
+                spilled_keys=level.spilled_pages,
+            )
+            for name, level in side.moving.named()
+        ],
     )
 
 
-def _disk_document(drive: Drive, now: float) -> DiskDocument:
+def _disk_document(drive: Drive, now: float, level: str) -> DiskDocument:
     files = list(drive.folder.files.values())
     return DiskDocument(
         path=drive.path,
+        level=level,
         state=drive.state,
         stalled=drive.stalled(now),
         fault=drive.fault,

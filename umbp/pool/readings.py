@@ -88,6 +88,9 @@ DISK_FILES = _gauge("umbp_ssd_file_bytes", "Bytes of files on a disk.", "path")
 DISK_READ = _counter("umbp_ssd_read_bytes_total", "Bytes of pages read from a disk.", "path")
 DISK_WRITTEN = _counter("umbp_ssd_written_bytes_total", "Bytes written to a disk.", "path")
 DISK_ERRORS = _counter("umbp_ssd_errors_total", "Reads of pages and writes that failed.", "path", "op")
+LEVEL = _gauge("umbp_ssd_level_capacity_bytes", "Most bytes of pages of a level of the SSD tier, where there are several.", "level")
+LEVEL_USED = _gauge("umbp_ssd_level_used_bytes", "Bytes of pages on a level.", "level")
+LEVEL_MOVED = _counter("umbp_ssd_level_pages_total", "Pages of a level that went down, came up, or were written below.", "level", "what")
 SSD_KEYS = _gauge("umbp_ssd_keys", "Keys on SSD.")
 SSD_WAITING = _gauge("umbp_ssd_waiting_pages", "Pages that wait to be written to SSD.")
 SSD_TODAY = _gauge("umbp_ssd_written_today_bytes", "Bytes written to SSD on this day (UTC).")
@@ -205,6 +208,11 @@ def _ssd(ssd: SsdDocument) -> Iterator[Reading]:
     for what in ("stored", "evicted", "removed", "damaged", "unreadable", "not_admitted", "capped", "unwritten", "dropped"):
         yield Reading(SSD_PAGES, getattr(ssd, f"{what}_keys"), (what,))
     yield Reading(SSD_PAGES, ssd.hits, ("read",))
+    for level in ssd.levels:
+        yield Reading(LEVEL, level.capacity_bytes, (level.name,))
+        yield Reading(LEVEL_USED, level.used_bytes, (level.name,))
+        for what in ("offloaded", "promoted", "spilled"):
+            yield Reading(LEVEL_MOVED, getattr(level, f"{what}_keys"), (level.name, what))
     for disk in ssd.disks:
         path = (disk.path,)
         for state in ("up", "reading", "away", "stalled"):

@@ -7,6 +7,7 @@ The tier itself (`umbp.store.ssd`) belongs to the event loop; its steps are walk
     write behind   pages that were committed, and those asked for again that are in DRAM alone, wait in `WriteQueue` if the admission policy
                    wants them on SSD; while a batch is written it is held like a lease, at most `BATCHES_MORE` + disks batches at a time
     on evict       the pages that eviction would take next are written ahead of it, while the pool is nearly full
+    down, up       between the levels of the tier, where there are several: `umbp.pool.ssd_moving`
     read           `SsdSource`, for `umbp.pool.fetching`: straight into the pages that were reserved for them
     remove, flush  of a client or operator: listed no more at once; answered when it is on disk
 
@@ -34,6 +35,7 @@ from umbp.core.objects import LIVE, Account
 from umbp.core.pool import Pool
 from umbp.errors import LimitReached, UmbpError, Unavailable
 from umbp.master.protocol import Capacity
+from umbp.pool.ssd_moving import SsdMoving
 from umbp.pool.ssd_policies import SsdPolicies
 from umbp.pool.ssd_queue import WriteQueue
 from umbp.store.index import W_PLACE, W_SUM, W_VERSION, place_word
@@ -104,7 +106,10 @@ class SsdSide:
         self.config, self.pool, self.now = config, pool, now
         self.data, self._view = data, memoryview(data.data)
         self.policy = config.ssd_policy
-        self.drives = [Drive(folder.path, folder.size_bytes, system or System()) for folder in config.ssd]
+        self.drives = [
+            Drive(each.path, each.size_bytes, system or System(), level=config.ssd_levels.index(each.level), weight=each.weight)
+            for each in config.ssd
+        ]
         total = sum(folder.size_bytes for folder in config.ssd)
         entries = config.ssd_keys_max or min(ENTRIES_MAX, max(ENTRIES_MIN, total // ENTRY_FOR_BYTES))
         self.table = SsdTable(config.shm_dir, config.name, entries, int(pool.table.seed) ^ 0x55D)
@@ -120,11 +125,12 @@ class SsdSide:
             day_bytes_max=config.ssd_write_max or 0,
         )
         self.tier.catalog.changed = self._tell
+        self.moving = SsdMoving(self)
         self.queue = WriteQueue(pool.objects, min(QUEUE_PAGES_MAX, pool.objects.capacity))
         self.not_admitted = 0
         slots = len(self.drives) + BATCHES_MORE
-        self._batch_bytes = min(BATCH_BYTES_MAX * len(self.drives), pool.objects.allocator.capacity_bytes // (HELD_SHARE * slots))
-        self._slots = asyncio.Semaphore(slots)
+        self.batch_bytes = min(BATCH_BYTES_MAX * len(self.drives), pool.objects.allocator.capacity_bytes // (HELD_SHARE * slots))
+        self.slots = asyncio.Semaphore(slots)
         self._more = asyncio.Event()
         self._notes: deque[tuple[int, U8, Sequence[tuple[int, int]]]] = deque(maxlen=NOTES_MAX)
         self._counted_at = float("-inf")
@@ -137,14 +143,15 @@ class SsdSide:
 
     # -- naming (`umbp.store.ssd_ledger.Naming`) ---------------------------------------------------------------------------------------
 
-    def _account_or_none(self, number: int) -> tuple[bytes, Account] | None:
+    def account_or_none(self, number: int) -> tuple[bytes, Account] | None:
+        """Digest and account of the namespace that has this number now."""
         digest = self.pool.digests.get(number)
         state = None if digest is None else self.pool.by_digest.get(digest)
         return (state.digest, state.account) if state is not None and state.account.number == number else None
 
     def digest_of(self, number: int) -> bytes | None:
         """See `Naming`."""
-        found = self._account_or_none(number)
+        found = self.account_or_none(number)
         return found[0] if found else None
 
     def number_of(self, digest: bytes) -> int | None:
@@ -175,7 +182,7 @@ class SsdSide:
 
     def quota_of(self, number: int) -> int:
         """See `Naming`."""
-        found = self._account_or_none(number)
+        found = self.account_or_none(number)
         return found[1].quota_bytes if found else 0
 
     # -- steps -------------------------------------------------------------------------------------------------------------------------
@@ -225,14 +232,16 @@ class SsdSide:
         async with asyncio.TaskGroup() as tasks:
             for drive in self.drives:
                 tasks.create_task(self._look_after(drive))
+            for moving in self.moving.tasks():
+                tasks.create_task(moving)
             while True:
                 await self._more.wait()
                 self._more.clear()
                 while True:
-                    await self._slots.acquire()
+                    await self.slots.acquire()
                     ids = self._next()
                     if not len(ids):
-                        self._slots.release()
+                        self.slots.release()
                         break
                     self.pool.objects.lease(ids)  # in the step in which they were seen to be there
                     tasks.create_task(self._write(ids))
@@ -322,26 +331,29 @@ class SsdSide:
         now = self.now()
         if not any(drive.may_write(now) for drive in self.drives):
             return np.empty(0, np.int64)
-        return self.queue.take(self._batch_bytes, BATCH_PAGES_MAX)
+        return self.queue.take(self.batch_bytes, BATCH_PAGES_MAX)
 
     async def _write(self, ids: I64) -> None:
         """Write one batch of pages that are held, and let go of them."""
-        objects, entries = self.pool.objects, self.pool.table.entries
+        objects = self.pool.objects
         versions = self.pool.table.versions_of(ids)
         try:
-            offsets, size = objects.offset[ids], int(objects.size[ids[0]])
-            place = np.uint64(entries[ids[0], W_PLACE])
-            bodies = [self._view[offset : offset + size] for offset in offsets.tolist()]
-            straight = bool(takes_direct(self.data.ctypes.data, size) and (offsets % 512 == 0).all())
-            batch = Batch(place, _keys_of(entries, ids), bodies, entries[ids, W_SUM].copy(), straight)
-            status = await self.walk(self.tier.write_steps(self.now(), batch))
+            status = await self.walk(self.tier.write_steps(self.now(), self.batch_of(ids)))
             left = (status == WriteStatus.UNAVAILABLE) & self.pool.versions(ids, versions)
             self.queue.put_back(ids[left])
         except Exception:  # our own fault: these pages are not on SSD, the pool goes on
             log.exception("%d pages could not be written to SSD", len(ids))
         finally:
             objects.unlease(ids)
-            self._slots.release()
+            self.slots.release()
+
+    def batch_of(self, ids: I64) -> Batch:
+        """Pages in DRAM, of one namespace, as the tier writes them; they must stay what they are until it has."""
+        objects, entries = self.pool.objects, self.pool.table.entries
+        offsets, size = objects.offset[ids], int(objects.size[ids[0]])
+        bodies = [self._view[offset : offset + size] for offset in offsets.tolist()]
+        straight = bool(takes_direct(self.data.ctypes.data, size) and (offsets % 512 == 0).all())
+        return Batch(np.uint64(entries[ids[0], W_PLACE]), _keys_of(entries, ids), bodies, entries[ids, W_SUM].copy(), straight)
 
     def _demote(self, now: float) -> None:
         """On evict: what would go next is written first."""
@@ -397,7 +409,7 @@ class SsdSide:
             account.ssd_bytes = held.get(account.number, 0)
             if account.quota_bytes and account.ssd_bytes > account.quota_bytes:
                 self.tier.ledger.evict(now, min(account.ssd_bytes - account.quota_bytes, SHRINK_BYTES), 0, none, number=account.number)
-        for number in [number for number, size in held.items() if self._account_or_none(number) is None]:
+        for number in [number for number, size in held.items() if self.account_or_none(number) is None]:
             if held[number]:
                 self.tier.ledger.forget(now, self.tier.catalog.ids_of_number(number), evicted=True)
             held.pop(number, None)

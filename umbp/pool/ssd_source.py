@@ -71,6 +71,7 @@ class SsdSource:
         status[hit & ~tier.find(place, keys)] = ReadStatus.MISS  # removed meanwhile
         if hit.any():
             self.measured(offer.place, int(np.count_nonzero(hit)) * size, self.side.now() - began)
+            self.side.moving.came(place, keys[hit])
         return Taken(status, sums, verified=True)
 
     async def begin(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64) -> SsdReading:
@@ -125,6 +126,7 @@ class SsdReading:
         self._pieces.end()
         status, tier = self._pieces.status.copy(), self._source.side.tier
         status[(status == ReadStatus.HIT) & ~tier.find(self._word, self._keys)] = ReadStatus.MISS
+        self._source.side.moving.came(self._word, self._keys[status == ReadStatus.HIT])
         return Taken(status, self._pieces.wholes, verified=True)
 
     def close(self) -> None:

@@ -43,8 +43,9 @@ from umbp.store.ssd_drive import AWAY, Drive
 from umbp.store.ssd_folder import Full, note
 from umbp.store.ssd_format import BLOCK, NamespaceNote, encode_meta, padded, words_of
 from umbp.store.ssd_ledger import Counters, Ledger, Naming, pages_bytes
+from umbp.store.ssd_levels import Levels, shares
 from umbp.store.ssd_reads import DAMAGED, GOOD, UNREADABLE, read_parts, read_run, runs, takes_direct
-from umbp.store.ssd_records import Append, Draft, Placed, SegmentFile
+from umbp.store.ssd_records import Append, Draft, Placed, SegmentFile, outcome
 from umbp.store.ssd_system import Steps, finish
 from umbp.types import I64, U8, U64, Mask, ReadStatus, WriteStatus
 
@@ -117,6 +118,7 @@ class SsdTier:
         self.catalog = Catalog(table, eviction)
         self.ledger = Ledger(drives, self.catalog, naming, clock, day_bytes_max=day_bytes_max)
         self.drives = self.ledger.drives
+        self.levels = Levels(self.drives)
         self.naming = naming
         self.cleaning = cleaning
         self.striping = striping
@@ -148,16 +150,16 @@ class SsdTier:
 
     # -- reading -----------------------------------------------------------------------------------------------------------------------
 
-    def read_steps(self, now: float, place: np.uint64, keys: U8, out: list[memoryview], *, straight: bool) -> Steps[U8]:
+    def read_steps(self, now: float, place: np.uint64, keys: U8, out: list[memoryview], *, straight: bool, asked: bool = True) -> Steps[U8]:
         """Read whole pages; one `ReadStatus` an item (BUSY: its disk hangs). Ends when nothing writes to ``out`` any more.
 
-        ``straight``: `takes_direct` holds for every buffer.
+        ``straight``: `takes_direct` holds for every buffer. ``asked``: somebody wants them, which counts.
         """
 
         def job(drive: Drive, file: SegmentFile, where: Where, run: I64, buffers: list[memoryview]) -> Future[U8]:
             return drive.read(now, read_run, drive.system, file.fd, drive.folder.direct, where.pages.only(run), buffers, straight)
 
-        return (yield from self._read(now, place, keys, out, job))
+        return (yield from self._read(now, place, keys, out, job, asked=asked))
 
     def read_part_steps(self, now: float, place: np.uint64, keys: U8, start: int, stop: int, out: list[memoryview]) -> Steps[U8]:
         """Read bytes [start, stop) of pages, verified by the sums of their pieces; one `ReadStatus` an item."""
@@ -168,10 +170,13 @@ class SsdTier:
 
         return (yield from self._read(now, place, keys, out, job))
 
-    def _read(self, now: float, place: np.uint64, keys: U8, out: list[memoryview], ask: Callable[..., Future[U8]]) -> Steps[U8]:
+    def _read(
+        self, now: float, place: np.uint64, keys: U8, out: list[memoryview], ask: Callable[..., Future[U8]], *, asked: bool = True
+    ) -> Steps[U8]:
         status = np.full(len(keys), ReadStatus.MISS, np.uint8)
         found = self.catalog.find(place, keys)
-        self.catalog.touch(now, place, keys)
+        if asked:
+            self.catalog.touch(now, place, keys)
         which = np.flatnonzero(found.hit)
         if not len(which):
             return status
@@ -192,7 +197,7 @@ class SsdTier:
         self.judge(now, where, which, jobs, status)
         for job in jobs:
             good = int(np.count_nonzero(status[which[job.which]] == ReadStatus.HIT))
-            self.counters.hits += good
+            self.counters.hits += good if asked else 0
             job.drive.read_bytes += good * padded(where.pages.size)
         return status
 
@@ -246,7 +251,7 @@ class SsdTier:
         count, reason = self.ledger.make_room(now, batch.number, batch.size, len(wanted), found.ids[found.hit])
         items = list(wanted.values())
         status[items[count:]] = reason
-        items = items[:count]
+        items, able = items[:count], self.levels.for_write(able, count * padded(batch.size))
         part = Writing(batch, digest, status)
         self.writing.update(((number, names[at]), part) for at in items)
         self.ledger.begin(number, len(items) * padded(batch.size))
@@ -266,7 +271,7 @@ class SsdTier:
         todo = self._drafts(part, items, disks)
         try:
             for drive in todo:
-                self._describe(now, drive, part.digest)
+                self.name_on(now, drive, part.digest)
             freeing = [self.free_steps(now, drive, file) for drive in todo if (file := self._spent(drive)) is not None]
             freed = [future for steps in freeing for future in next(steps)]
             asked = {drive: self.append(now, drive, [draft for draft, _ in work], spare=1) for drive, work in todo.items()}
@@ -275,7 +280,7 @@ class SsdTier:
                 for steps in freeing:
                     finish(steps)  # waits for nothing more
                 freeing, freed = [], []
-                again: dict[Drive, Future[Any]] = {}
+                again: dict[Drive, None] = {}
                 for drive, future in asked.items():
                     placed, error = outcome(future)
                     done, todo[drive] = todo[drive][: len(placed)], todo[drive][len(placed) :]
@@ -284,9 +289,12 @@ class SsdTier:
                         drive.worked(writing=True)
                     elif not isinstance(error, Full):
                         drive.failed_write(now, error)
-                    elif (yield from self._free_a_file(now, drive)):
-                        again[drive] = self.append(now, drive, [draft for draft, _ in todo[drive]], spare=1)
-                asked = again
+                    elif (below := self.levels.spill(now, drive, part.batch.size, todo)) is not None:
+                        self.name_on(now, below, part.digest)
+                        again[below] = None
+                    elif (yield from self.free_a_file(now, drive)):
+                        again[drive] = None
+                asked = {drive: self.append(now, drive, [draft for draft, _ in todo[drive]], spare=1) for drive in again}
         finally:
             for drive, work in todo.items():
                 drive.waiting_bytes -= sum(draft.blocks * BLOCK for draft, _ in work)
@@ -295,8 +303,7 @@ class SsdTier:
         """Records of these items, and the disk of each."""
         batch = part.batch
         step = min(drive.folder.record_pages(batch.size) for drive in disks)
-        sizes = np.array([drive.size_bytes for drive in disks], np.float64)
-        used = np.array([sum(file.live_bytes for file in list(drive.folder.files.values())) for drive in disks], np.float64)
+        sizes, used = shares(disks)
         todo: dict[Drive, list[tuple[Draft, list[int]]]] = {}
         for start in range(0, len(items), step):
             some = items[start : start + step]
@@ -375,15 +382,16 @@ class SsdTier:
             return None
         return next((file for file in list(drive.folder.files.values()) if file.settled and not file.live_pages and not file.readers), None)
 
-    def _free_a_file(self, now: float, drive: Drive) -> Steps[bool]:
+    def free_a_file(self, now: float, drive: Drive) -> Steps[bool]:
         """Empty the file that is next to be cleaned, without copying what is in it: a write does not wait for that."""
         files = self.cleanable(now, drive)
         if not files:
             return False
-        ids = self.catalog.ids_of_file(files[0])
+        file = next((file for file in files if not file.live_pages), files[0])
+        ids = self.catalog.ids_of_file(file)
         self.counters.dropped += len(ids)
         self.ledger.forget(now, ids, evicted=True)
-        return (yield from self.free_steps(now, drive, files[0]))
+        return (yield from self.free_steps(now, drive, file))
 
     # -- removing ----------------------------------------------------------------------------------------------------------------------
 
@@ -415,7 +423,7 @@ class SsdTier:
         waiting: list[Future[Any]] = list({part.ended: None for (mine, _), part in self.writing.items() if mine == number})
         for drive in self.drives:
             if drive.state != AWAY:
-                waiting.append(self._describe(now, drive, digest) or drive.write(now, _nothing))
+                waiting.append(self.name_on(now, drive, digest) or drive.write(now, _nothing))
         if waiting:
             yield waiting
         _raise_first(waiting)
@@ -425,9 +433,9 @@ class SsdTier:
         """Have all disks know what has changed about a namespace, such as its quota."""
         for drive in self.drives:
             if drive.state != AWAY and digest in drive.folder.meta.namespaces:
-                self._describe(now, drive, digest)
+                self.name_on(now, drive, digest)
 
-    def _describe(self, now: float, drive: Drive, digest: bytes) -> Future[Any] | None:
+    def name_on(self, now: float, drive: Drive, digest: bytes) -> Future[Any] | None:
         """Have a disk know of a namespace: its quota, and when it was flushed. None if it does already."""
         wanted, notes = self.naming.note_of(digest), drive.folder.meta.namespaces
         known = notes.get(digest)
@@ -472,17 +480,6 @@ class SsdTier:
         """The invariants: slow."""
         self.ledger.check()
         assert (self.ledger.pending_bytes > 0) == bool(self.writing)
-
-
-def outcome(future: Future[Any]) -> tuple[list[Placed], Exception | None]:
-    """What became of an `append`: what is on disk, and why the rest is not."""
-    error = future.exception()
-    if error is None:
-        placed, failure = future.result()
-        return placed, failure
-    if not isinstance(error, Exception):
-        raise error
-    return [], error
 
 
 def _nothing() -> None:

@@ -112,6 +112,10 @@ class Catalog:
         """All pages in a file."""
         return np.flatnonzero(self._file_of == self._ids.get(id(file), NOWHERE))
 
+    def file_numbers(self, ids: I64 | I32) -> I32:
+        """In which file each is, by the numbers of `files`."""
+        return self._file_of[ids]
+
     def prints(self, place: np.uint64, keys: U8) -> U64:
         """The fingerprints that policies know pages by."""
         return hashes(key_words(keys), place & LOW, self.table.seed)
@@ -169,6 +173,26 @@ class Catalog:
                 admission.on_request(request)
             at += count
         return ids
+
+    def relocate(self, ids: I64, file: SegmentFile, sums: U64, sequences: U64, at: I64) -> list[tuple[SegmentFile, U64]]:
+        """These pages, all of one size, lie here now. For the notes: the files of before, each with the sequence numbers of its pages.
+
+        They stay what they are to policies and readers: neither the key nor how long ago it was wanted has changed.
+        """
+        if not len(ids):
+            return []
+        size = int(self.table.entries[ids[0], W_PLACE] >> SHIFT)
+        before, gone = self._file_of[ids].copy(), []
+        for number in np.unique(before).tolist():
+            mine = before == number
+            gone.append((self.files[number], self.sequence[ids[mine]]))
+            self._charge(self.files[number], -int(np.count_nonzero(mine)), size)
+        number = self._file_number(file)
+        self._charge(file, len(ids), size)
+        self.table.entries[ids, W_OFFSET] = (at | number << (BLOCK_BITS + BACK_BITS)).astype(np.int64).view(np.uint64)
+        self.table.entries[ids, W_SUM] = sums
+        self.sequence[ids], self._file_of[ids] = sequences, number
+        return gone
 
     def forget(self, ids: I64, *, evicted: bool) -> list[tuple[SegmentFile, U64]]:
         """Take pages out. For the notes: their files, each with the sequence numbers of its pages."""

@@ -3,7 +3,7 @@
 Theory of operation. Pages die one by one, space comes back file by file. When a disk has few files left to begin, the cleaning policy names
 the next one; its live pages are read, verified, written as new records (with their sequence numbers anew, so that the copy is the one that
 counts) and listed at the new place, if they are still listed at the old one. An empty file is freed. A file that is too full to be worth it
-is left; a write that then finds no room empties one without copying (`SsdTier._free_a_file`): writes never wait for cleaning.
+is left; a write that then finds no room empties one without copying (`SsdTier.free_a_file`): writes never wait for cleaning.
 
 A portion is a few megabytes, so that whoever calls can keep to a budget of bytes a second between two.
 """
@@ -13,19 +13,18 @@ from __future__ import annotations
 import numpy as np
 
 from umbp.store.index import W_PLACE
-from umbp.store.ssd import SsdTier, outcome
+from umbp.store.ssd import SsdTier
 from umbp.store.ssd_catalog import Where
 from umbp.store.ssd_drive import AWAY, Drive
-from umbp.store.ssd_folder import Full, note
 from umbp.store.ssd_format import BLOCK, padded
+from umbp.store.ssd_moving import PORTION_BYTES, move
 from umbp.store.ssd_reads import DAMAGED, GOOD, UNREADABLE, read_run, runs
-from umbp.store.ssd_records import Draft, SegmentFile
+from umbp.store.ssd_records import SegmentFile
 from umbp.store.ssd_system import Steps, aligned
-from umbp.types import I64, U8
+from umbp.types import U8
 
 FILES_LOW = 4  # cleaning begins when fewer files than this can be begun
 LIVE_SHARE_MAX = 0.75  # copying more than this gains too little
-PORTION_BYTES = 4 << 20
 
 
 def wanted(tier: SsdTier, now: float, drive: Drive) -> bool:
@@ -66,7 +65,10 @@ def clean_steps(tier: SsdTier, now: float, drive: Drive) -> Steps[int]:
             bad = ids[codes != GOOD]
             tier.ledger.forget(now, bad[tier.catalog.same(bad, where.versions[codes != GOOD])], evicted=False)
         if len(good):
-            yield from _move(tier, now, drive, np.uint64(place), where, good, bodies)
+            moved = yield from move(
+                tier, now, drive, np.uint64(place), where, good, bodies, straight=where.pages.size % BLOCK == 0, spare=0
+            )
+            tier.counters.cleaned_bytes += moved.written_bytes
     finally:
         file.readers -= 1
     return 2 * len(ids) * each
@@ -84,34 +86,3 @@ def _read(now: float, drive: Drive, file: SegmentFile, where: Where, bodies: lis
         if future.exception() is None:
             codes[run] = future.result()
     return codes
-
-
-def _move(tier: SsdTier, now: float, drive: Drive, place: np.uint64, where: Where, good: I64, bodies: list[memoryview]) -> Steps[None]:
-    """Write these pages once more and list them there instead."""
-    digest = tier.naming.digest_of(int(place) & 0xFFFF_FFFF)
-    if digest is None:
-        return
-    ids, versions, size = where.ids[good], where.versions[good], where.pages.size
-    keys = tier.catalog.table.entries[ids, :4].copy().view(np.uint8).reshape(-1, 32)
-    draft = Draft(digest, size, keys, tier.catalog.whole[ids], [bodies[at] for at in good.tolist()], size % BLOCK == 0, tier.sequence)
-    tier.sequence += len(ids)
-    future = tier.append(now, drive, [draft], spare=0)
-    yield [future]
-    placed, error = outcome(future)
-    if error is not None and not isinstance(error, Full):
-        drive.failed_write(now, error)
-    for record in placed:
-        tier.ledger.wrote(drive, draft.blocks * BLOCK)
-        tier.counters.cleaned_bytes += draft.blocks * BLOCK
-        same = tier.catalog.same(ids, versions)
-        if drive.state == AWAY:
-            same[:] = False
-        accessed = tier.catalog.accessed_at[ids[same]]
-        tier.ledger.forget(now, ids[same], evicted=False)
-        shown = tier.ledger.enter(now, place, drive, record, same)
-        record.file.listed += len(record.pages)
-        moved = tier.catalog.find(place, keys[same][shown])
-        tier.catalog.accessed_at[moved.ids] = accessed[shown]
-        dead = np.r_[record.pages["sequence"][~same], record.pages["sequence"][same][~shown]]
-        if len(dead):
-            yield [drive.write(now, note, drive.folder, np.full(len(dead), record.file.number, np.uint64), dead, True)]

@@ -37,10 +37,12 @@ _T = TypeVar("_T")
 class Drive:
     """See above. One thread, the tier's, calls; what takes long goes to the disk's own threads."""
 
-    def __init__(self, path: str, size_bytes: int, system: System, *, segment_bytes: int = 0) -> None:
+    def __init__(self, path: str, size_bytes: int, system: System, *, segment_bytes: int = 0, level: int = 0, weight: float = 1.0) -> None:
+        """``level``, ``weight``: see `umbp.store.ssd_levels`."""
         self.path = path
         self.size_bytes = size_bytes
         self.system = system
+        self.level, self.weight = level, weight
         self.state = AWAY
         self.fault = "not opened yet"
         self.error: BaseException | None = None  # that came of the last try to open it

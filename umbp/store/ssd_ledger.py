@@ -125,6 +125,13 @@ class Ledger:
         self.counters.stored += stored
         return shown
 
+    def relocate(self, now: float, ids: I64, drive: Drive, record: Placed, which: Mask) -> None:
+        """These listed pages are the ones of a record that is on disk, and their old places are noted as dead."""
+        self.drive_of[id(record.file)] = drive
+        pages = record.pages[which]
+        at = pages["block"].astype(np.int64) << 20 | pages["back"].astype(np.int64)
+        self._note(now, self.catalog.relocate(ids, record.file, pages["check"], pages["sequence"], at), sync=False)
+
     def wrote(self, drive: Drive, size_bytes: int) -> None:
         """So many bytes went to disk."""
         self.today()
@@ -202,8 +209,10 @@ class Ledger:
             count = int(np.count_nonzero(places == place))
             self.held[place & 0xFFFF_FFFF] -= count * padded(place >> 32)
         gone = self.catalog.forget(ids, evicted=evicted)
-        if not noted:
-            return []
+        return self._note(now, gone, sync=sync) if noted else []
+
+    def _note(self, now: float, gone: list[tuple[SegmentFile, U64]], *, sync: bool) -> list[Future[Any]]:
+        """Have it noted that these copies are dead."""
         by_drive: dict[Drive, list[tuple[SegmentFile, U64]]] = {}
         for file, sequences in gone:
             by_drive.setdefault(self.drive_of[id(file)], []).append((file, sequences))

@@ -117,3 +117,14 @@ def write_record(system: System, file: SegmentFile, draft: Draft, at: int, day: 
         buffers = [aligned_copy(text), *(each for body in draft.bodies for each in (body, *padding))]
     write_all(system, file.fd, buffers, at * BLOCK, draft.blocks * BLOCK)
     return head.pages(0)
+
+
+def outcome(future: Future[Any]) -> tuple[list[Placed], Exception | None]:
+    """What became of an `append`: what is on disk, and why the rest is not."""
+    error = future.exception()
+    if error is None:
+        placed, failure = future.result()
+        return placed, failure
+    if not isinstance(error, Exception):
+        raise error
+    return [], error
