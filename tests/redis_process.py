@@ -8,10 +8,12 @@ import subprocess
 import sys
 import tempfile
 from types import TracebackType
+from typing import Any
 
 import pytest
+import redis
 
-from tests.masters import free_port, until
+from tests.masters import CALL_SECONDS_MAX, free_port, until
 from tests.pools import TIED
 
 SERVER = shutil.which("redis-server") or shutil.which("valkey-server")
@@ -55,6 +57,11 @@ class RedisProcess:
             self._process.kill()
             self._process.wait(60.0)
             self._process = None
+
+    def __call__(self, *command: object) -> Any:
+        """One command, as `redis.Redis.execute_command` has it."""
+        with redis.Redis(port=self.port, socket_timeout=CALL_SECONDS_MAX) as client:
+            return client.execute_command(*command)  # type: ignore[no-untyped-call]
 
     def signal(self, number: int) -> None:
         """Such as SIGSTOP."""

@@ -153,3 +153,15 @@ def test_every_state_knows_every_event_that_can_reach_it(state: str) -> None:
     known = {event for before, event in MOVES if before == state}
     assert known == (events - {"beat"} if state == DEAD else events)
     assert NODES_MAX >= 1000
+
+
+def test_nobody_is_taken_for_silent_for_a_time_of_which_nothing_was_heard() -> None:
+    """What the node says to other masters has not been read since ``heard``."""
+    world = World()
+    a = world.join()
+    heard = world.now
+    for _ in range(40):
+        world.now += 0.5
+        assert not world.membership.tick(world.now, heard=heard)
+    assert a.state == ALIVE
+    assert [changed.state for changed in world.membership.tick(world.now + 0.5, heard=world.now)] == [DEAD]

@@ -30,7 +30,7 @@ def test_one_page_is_routed_as_many_would_be(seed: int) -> None:
         key, requester = words([draw.randrange(45)]), draw.choice("abcr")
         other = copy.deepcopy(cluster.master)
         expected = other.route(cluster.now, DIGEST, key, requester, np.zeros(1))
-        found = route_one(cluster.master, cluster.now, DIGEST, key, requester)
+        found = route_one(cluster.master, cluster.now, DIGEST, key, requester, np.zeros(1))
         assert found is not None
         assert (found.pages, found.held) == (expected.pages, expected.held), step
         assert found.seconds == pytest.approx(expected.seconds)  # of two that are equally fast either may be named
@@ -51,6 +51,6 @@ def test_what_is_unusual_goes_the_general_way() -> None:
     cluster = Cluster(*"abcde")
     for name in "abcde":
         cluster[name].put(1).tell()
-    assert route_one(cluster.master, cluster.now, DIGEST, words([1]), "r") is None  # five holders
+    assert route_one(cluster.master, cluster.now, DIGEST, words([1]), "r", np.zeros(1)) is None  # five holders
     cluster.master.choices.swap("routing", "random")
-    assert route_one(cluster.master, cluster.now, DIGEST, words([2]), "r") is None
+    assert route_one(cluster.master, cluster.now, DIGEST, words([2]), "r", np.zeros(1)) is None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
+import time
+import urllib.error
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,13 +16,13 @@ import pytest
 
 import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, put
-from tests.masters import MasterProcess, call, metrics, reported, until
+from tests.masters import DEAD_AFTER, MasterProcess, call, metrics, reported, until
 from tests.pools import PoolProcess
 from tests.redis_process import RedisProcess
 from umbp.errors import ConfigError
 from umbp.layout import Namespace
 from umbp.master.config import load_master_config
-from umbp.master.shared import SharedLog
+from umbp.master.shared import READ_ENTRIES, SharedLog
 
 
 @dataclass
@@ -69,6 +72,15 @@ def route(master: MasterProcess, keys: Any, requester: str = "") -> list[str]:
     return [run["node"] for run in master.post("/v1/route", body)["runs"]]
 
 
+def swap(master: MasterProcess, kind: str, name: str) -> None:
+    """Have it: a store that is late for a moment refuses that."""
+    until(lambda: master.post(f"/v1/policies/{kind}", {"name": name}, "PUT"))
+
+
+def drain(master: MasterProcess, pool: PoolProcess, method: str = "POST") -> None:
+    until(lambda: master.post(f"/v1/nodes/{pool.name}/drain", method=method))
+
+
 def test_any_master_answers_for_every_pool(world: World) -> None:
     (one, two), a, b = world.masters, world.a, world.b
     first, second = put(a, 1, 2), put(b, 11)
@@ -77,10 +89,10 @@ def test_any_master_answers_for_every_pool(world: World) -> None:
         until(lambda master=master: master.locations(bytes(second[0])) == {(b.name, "dram")})
         assert route(master, first) == [a.name]
     assert set(one.get("/v1/cluster")["masters"]) == {one.http, two.http}
-    one.post(f"/v1/nodes/{b.name}/drain")
-    one.post("/v1/policies/routing", {"name": "local_first"}, "PUT")
+    drain(one, b)
+    swap(one, "routing", "local_first")
     until(lambda: two.nodes()[b.name]["state"] == "draining" and two.get("/v1/cluster")["policies"]["routing"] == "local_first")
-    two.post(f"/v1/nodes/{b.name}/drain", method="DELETE")
+    drain(two, b, "DELETE")
     until(lambda: one.nodes()[b.name]["state"] == "alive")
 
 
@@ -94,14 +106,19 @@ def test_what_the_active_master_advises_reaches_pools_that_speak_to_another_one(
 
 
 def _advised_to_both(one: MasterProcess, two: MasterProcess, a: PoolProcess, b: PoolProcess) -> None:
-    one.post("/v1/policies/placement", {"name": "rendezvous"}, "PUT")
+    swap(one, "placement", "rendezvous")
     until(lambda: two.get("/v1/cluster")["policies"]["placement"] == "rendezvous")
-    put(a, *range(51, 81))
-    put(b, *range(151, 181))
-    for pool in (a, b):  # one of them speaks to a master that does not advise
-        until(lambda pool=pool: reported(pool, "copied") > 0)
-    assert sorted(master.get("/v1/cluster")["advice"]["copy"] > 0 for master in (one, two)) == [False, True]
-    two.post("/v1/policies/placement", {"name": "local_first"}, "PUT")
+    fresh = itertools.count(51)
+
+    def both_copied() -> bool:
+        """New pages have a place each, about a half of them not where they were put; those of a node that is late are left there."""
+        for pool in (a, b):  # one of them speaks to a master that does not advise
+            put(pool, next(fresh))
+        return reported(a, "copied") > 0 < reported(b, "copied")
+
+    until(both_copied)
+    assert any(master.get("/v1/cluster")["advice"]["copy"] for master in (one, two))
+    swap(two, "placement", "local_first")
 
 
 def test_a_master_that_freezes_is_noticed_by_its_pools_within_two_heartbeats(world: World) -> None:
@@ -129,6 +146,8 @@ def test_pools_go_on_with_the_next_master_where_the_one_before_ended(world: Worl
     first = put(a, 1, 2)
     before = since(a)
     killed.kill()
+    swap(other, "routing", "random")
+    drain(other, a)
     third = put(a, 21)
     until(lambda: other.locations(bytes(third[0])) == {(a.name, "dram")})
     now = since(a)
@@ -139,6 +158,10 @@ def test_pools_go_on_with_the_next_master_where_the_one_before_ended(world: Worl
     killed.start()
     killed.synced(a)
     until(lambda: killed.locations(bytes(third[0])) == {(a.name, "dram")})  # it has asked for all by the log
+    until(lambda: killed.get("/v1/cluster")["policies"]["routing"] == "random")  # and knows what was decided without it
+    until(lambda: killed.states()[a.name] == "draining")
+    drain(killed, a, "DELETE")
+    swap(killed, "routing", "fastest")
     client = umbp.connect(a.socket)
     out = [bytearray(PAGE) for _ in first]
     assert client.namespace(**IDENTITY).get(first, out).all(umbp.ReadStatus.HIT)
@@ -154,11 +177,97 @@ def test_masters_answer_without_the_store_and_know_all_again_when_it_comes_back_
     until(lambda: any("store" in line for line in call(one.http + "/readyz")["warnings"]))
     assert route(one, keys) == route(two, keys) == [a.name]
     late = put(a, 31)  # the pool serves its own
+    joins = reported(a, "joins")
     world.store.start()
+    until(lambda: reported(a, "joins") > joins)  # it is not in the table of members any more
     for master in world.masters:
-        until(lambda master=master: master.locations(bytes(late[0])) == {(a.name, "dram")})
-        assert master.states()[a.name] == "alive"
+        until(lambda master=master: master.locations(bytes(late[0])) == {(a.name, "dram")} and master.nodes()[a.name]["source"])
     until(lambda: not any(call(master.http + "/readyz")["warnings"] for master in world.masters))
+
+
+def warned(master: MasterProcess) -> bool:
+    return any("store" in line for line in call(master.http + "/readyz")["warnings"])
+
+
+def test_a_frozen_store_costs_no_heartbeat_and_nobody_is_taken_for_dead(world: World) -> None:
+    a, masters = world.a, world.masters
+    keys = put(a, 6, 7)
+    for master in masters:
+        until(lambda master=master: len(master.locations(bytes(keys[1]))) == 1)
+    world.store.signal(signal.SIGSTOP)
+    try:
+        until(lambda: all(map(warned, masters)))
+        died, beats, frozen = [master.log().count(" dead: ") for master in masters], reported(a, "beats"), time.monotonic()
+        until(lambda: time.monotonic() > frozen + DEAD_AFTER + 0.3)
+        until(lambda: reported(a, "beats") > beats + 5)
+        for master in masters:
+            until(lambda master=master: route(master, keys) == [a.name])
+        late = put(a, 32)  # the pool serves its own
+        assert [master.log().count(" dead: ") for master in masters] == died
+    finally:
+        world.store.signal(signal.SIGCONT)
+    for master in masters:
+        until(lambda master=master: master.locations(bytes(late[0])) == {(a.name, "dram")})
+    until(lambda: not any(map(warned, masters)))
+
+
+def test_a_full_store_is_said_and_waited_for(world: World) -> None:
+    a, masters = world.a, world.masters
+    world.store("CONFIG", "SET", "maxmemory", "1")
+    until(lambda: all(map(warned, masters)))
+    late = put(a, 33)
+    with pytest.raises(urllib.error.HTTPError):  # what cannot be told to the others is not done here alone
+        masters[0].post("/v1/policies/routing", {"name": "random"}, "PUT")
+    assert masters[0].get("/v1/cluster")["policies"]["routing"] != "random"
+    world.store("CONFIG", "SET", "maxmemory", "0")
+    for master in masters:
+        until(lambda master=master: master.locations(bytes(late[0])) == {(a.name, "dram")})
+    until(lambda: not any(map(warned, masters)))
+
+
+def test_a_store_that_the_log_fills_is_made_room_in(world: World) -> None:
+    a, (one, two) = world.a, world.masters
+    for _ in range(40):
+        world.store("XADD", "umbp:log", "*", "k", "resync", "n", "nobody", "p", bytes(100_000), "m", "x")
+    world.store("CONFIG", "SET", "maxmemory", int(world.store("INFO", "memory")["used_memory"]) - 1_500_000)
+    keys = put(a, 34)
+    until(lambda: one.locations(bytes(keys[0])) == two.locations(bytes(keys[0])) == {(a.name, "dram")})
+    world.store("CONFIG", "SET", "maxmemory", "0")
+
+
+def test_a_master_that_has_missed_a_part_of_the_log_finds_that_out(world: World) -> None:
+    a, (here, stopped) = world.a, world.of_a()
+    until(lambda: stopped.nodes()[a.name]["source"])
+    stopped.signal(signal.SIGSTOP)
+    try:
+        swap(here, "routing", "tier_priority")
+        keys = put(a, 8)
+        until(lambda: here.locations(bytes(keys[0])))
+        world.store("XTRIM", "umbp:log", "MAXLEN", 0)
+        for _ in range(2 * READ_ENTRIES):  # as much as a busy cluster says in a moment
+            world.store("XADD", "umbp:log", "*", "k", "resync", "n", "nobody", "p", b"", "m", "x")
+    finally:
+        stopped.signal(signal.SIGCONT)
+    until(lambda: stopped.get("/v1/cluster")["policies"]["routing"] == "tier_priority")
+    until(lambda: stopped.locations(bytes(keys[0])) == {(a.name, "dram")})
+    swap(here, "routing", "fastest")
+
+
+def test_what_one_master_was_asked_is_hot_at_the_other(world: World) -> None:
+    a, (one, two) = world.a, world.masters
+    keys = put(a, 9, 10)
+    until(lambda: len(one.locations(bytes(keys[1]))) == len(two.locations(bytes(keys[1]))) == 1)
+    for _ in range(3):
+        until(lambda: route(one, keys) == [a.name])
+
+    def accesses(master: MasterProcess) -> list[int]:
+        return [document["accesses"] for key in keys for document in master.get(f"/v1/keys/{bytes(key).hex()}")["keys"]]
+
+    asked = accesses(one)
+    assert min(asked) >= 3
+    until(lambda: accesses(two) == asked)
+    assert accesses(one) == asked  # not told back
+    until(lambda: bytes(keys[0]).hex() in {key["key"] for key in two.get("/v1/hot")["keys"]})
 
 
 def test_a_store_that_nobody_listens_at_is_said_and_waited_for() -> None:

@@ -42,8 +42,17 @@ class Choices:
         """What policies of other packages did wrong."""
         return list(self._faults.values())
 
+    def has_failed(self, kind: str) -> bool:
+        """Whether the policy of this kind was replaced because it was wrong."""
+        return kind in self._faults
+
+    def can_swap(self, kind: str, name: str) -> None:
+        """NotFound for a name or kind that there is not."""
+        self._known(kind)
+        build(kind, name)
+
     def swap(self, kind: str, name: str) -> None:
-        """Another policy from now on. NotFound for a name or kind that there is not."""
+        """Another policy from now on; see `can_swap`."""
         self._known(kind)
         self._policies[kind] = build(kind, name)
         self.names[kind] = name

@@ -220,15 +220,15 @@ class Directory:
             item, cell = item[order], cell[order]
         return Locations(item, (cell >> 8).astype(np.int64), (cell & TIERS).astype(np.uint8))
 
-    def touch(self, now: float, rows: I64) -> None:
-        """One request asked for these rows, root first; -1 is left out."""
+    def touch(self, now: float, rows: I64, weight: float = 1.0) -> None:
+        """One request asked for these rows, root first; -1 is left out. ``weight``: it stands for so many."""
         depth = np.arange(1, len(rows) + 1, dtype=np.uint32)
         parents = np.concatenate([[0], rows[:-1] + 1]).astype(np.uint32)  # row + 1, 0 is none
         known = np.flatnonzero(rows >= 0)
         rows = rows[known]
-        self._heats[rows] = 1.0 + self._heat(now, rows)
+        self._heats[rows] = weight + self._heat(now, rows)
         self._accessed[rows] = now - self._start
-        self._counts[rows] += _U32(1)
+        self._counts[rows] += _U32(round(weight))
         self._parents[rows], self._depths[rows] = parents[known], depth[known]
 
     def row_words(self, row: int) -> list[int]:

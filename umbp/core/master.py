@@ -43,6 +43,7 @@ from umbp.core.placement import Placement
 from umbp.core.planner import Columns, Planner
 from umbp.core.plans import NOTHING, Plan
 from umbp.core.sweeps import Sweep, Verdict
+from umbp.core.uses import Uses
 from umbp.errors import NotFound
 from umbp.policies.base import PLACEMENT, ROUTING
 from umbp.policies.cluster import RouteView
@@ -138,6 +139,7 @@ class Master:
         self.placement = Placement(self.membership, self.choices, now)
         ledger = Ledger(advice_bytes_per_second, boot)
         self.advisor = Advisor(self.directory, self.membership, self.choices, self.placement, ledger)
+        self.uses: Uses | None = None  # where other masters want to know
         self.happenings: deque[Happening] = deque(maxlen=HAPPENINGS_MAX)
         self.counts = Counts()
         self._happened = 0
@@ -334,11 +336,18 @@ class Master:
             if requester in ledger.by_node:
                 asked_for[ledger.brings(requester, rows)] = -1
             self.directory.touch(now, asked_for)
+            if self.uses is not None and draws[0] < self.uses.share:
+                self.uses.asked(digest, np.where(asked_for[:, None] < 0, np.uint64(0), words), float(draws[0]))
             self.planner.occupy(now, plan, requester, page_bytes)
             self.counts.routes += 1
             self.counts.asked_pages += len(words)
             self.counts.routed_pages += plan.pages
         return plan
+
+    def used(self, now: float, digest: bytes, words: U64, weight: float) -> None:
+        """Another master was asked for these keys, root first, so many times."""
+        if (space := self.directory.space_or_none(digest)) is not None:
+            self.directory.touch(now, self.directory.find(words, space), weight)
 
     def locate(self, now: float, digest: bytes, words: U64) -> tuple[U8, U8]:
         """How many live nodes and engines hold each key (255 at most), and in which tiers (bit t). No side effects."""
@@ -410,12 +419,12 @@ class Master:
         """Another master has found it dead."""
         self._changed(now, self.membership.gone(node, registration))
 
-    def tick(self, now: float, *, active: bool = True) -> bool:
+    def tick(self, now: float, *, active: bool = True, heard: float | None = None) -> bool:
         """Let time pass: silent nodes are suspected, then dead; a slice of the sweep, a slice of advice. True if there is more to sweep.
 
-        Of several masters one is ``active``; the others neither declare anybody dead nor advise.
+        Of several masters one is ``active``; the others neither declare anybody dead nor advise. ``heard``: see `Membership.tick`.
         """
-        for changed in self.membership.tick(now, judge=active):
+        for changed in self.membership.tick(now, judge=active, heard=heard):
             self._changed(now, changed)
         for engine in self.engines.expire(now):
             self._happens(now, "engine silent", engine, "its keys are forgotten")

@@ -229,15 +229,18 @@ class Membership:
         for member in self.members.values():
             member.last_seen = max(member.last_seen, now)
 
-    def tick(self, now: float, *, judge: bool = True) -> list[Changed]:
-        """Let time pass: what is silent is suspected, then (where this master is to ``judge`` that) dead."""
+    def tick(self, now: float, *, judge: bool = True, heard: float | None = None) -> list[Changed]:
+        """Let time pass: what is silent is suspected, then (where this master is to ``judge`` that) dead.
+
+        ``heard``: when whatever others hear of nodes came last; of the time since then nothing is known.
+        """
         away, self._ticked = now - self._ticked, now
         found: list[Changed] = []
         if away > self.timing.pause:  # we were stopped, and what they said meanwhile is still in our sockets
             for member in self.members.values():
                 member.last_seen += away
         for member in list(self.members.values()):
-            silent = now - member.last_seen
+            silent = (now if heard is None else heard) - member.last_seen
             if member.state == DEAD:
                 if silent > DEAD_KEPT_SECONDS and not member.draining:
                     self._forget(member)

@@ -11,10 +11,10 @@ from umbp.core.cells import INLINE, W_CELLS, W_MORE
 from umbp.core.master import Master
 from umbp.core.membership import Member
 from umbp.core.plans import NOTHING, Plan, Run, Source
-from umbp.types import U64, Tier
+from umbp.types import F64, U64, Tier
 
 
-def route_one(master: Master, now: float, digest: bytes, words: U64, requester: str) -> Plan | None:
+def route_one(master: Master, now: float, digest: bytes, words: U64, requester: str, draws: F64) -> Plan | None:
     """Who serves this key, (1, 4) words, to the requester, counted as a use; None where only the general way knows."""
     if master.choices.names["routing"] != "fastest":
         return None
@@ -49,6 +49,8 @@ def route_one(master: Master, now: float, digest: bytes, words: U64, requester: 
     if best is None:
         return NOTHING
     directory.touch_one(now, row)
+    if master.uses is not None:
+        master.uses.asked(digest, words, float(draws[0]))
     seconds, member, tier = best
     master.counts.routed_pages += 1
     if member.node != requester:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import suppress
 
 import msgspec
 
 from umbp.core.membership import DEAD
+from umbp.core.uses import Uses
 from umbp.errors import NotFound, UmbpError, Unavailable
 from umbp.master import protocol as say
 from umbp.master.service import MasterService, decode_external
-from umbp.master.shared import ACTIVE_SECONDS, RECONCILE_SECONDS, Entry, MemberRecord, SharedLog
+from umbp.master.shared import ACTIVE_SECONDS, RECONCILE_SECONDS, Entry, MemberRecord, SharedLog, decode_uses, encode_uses
 from umbp.types import Tier
 
 log = logging.getLogger("umbp.master.following")
 BLOCK_MS = 500
+SHARE_SECONDS = 1.0
 RETRY_SECONDS = 0.5
 ASK_AGAIN_SECONDS = 3.0
 
@@ -26,7 +29,9 @@ class Follower:
     def __init__(self, service: MasterService, store: SharedLog) -> None:
         self.service, self.store = service, store
         self._asked: dict[str, float] = {}  # node -> when it was asked for a resync
+        self._refused: set[tuple[str, str]] = set()  # decisions that cannot be followed here
         self._said = ""
+        service.core.uses = Uses()
 
     def __repr__(self) -> str:
         return f"<Follower of {self.store!r}>"
@@ -36,6 +41,7 @@ class Follower:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._attending())
             tasks.create_task(self._following())
+            tasks.create_task(self._sharing())
 
     async def _attending(self) -> None:
         """Be there, and be active if nobody else is."""
@@ -55,7 +61,9 @@ class Follower:
         begun = False
         while True:
             try:
-                if not begun:
+                if not begun or self.store.behind:
+                    if begun:
+                        self._doubt_all()
                     await self._reconcile(await self.store.begin())
                     begun, reconciled = True, self.service.now()
                 await self.store.read(self.apply, block_ms=BLOCK_MS)
@@ -66,8 +74,25 @@ class Follower:
                 self._say(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
 
+    async def _sharing(self) -> None:
+        """Tell the other masters what this one was asked."""
+        uses = self.service.core.uses
+        assert uses is not None
+        while True:
+            await asyncio.sleep(SHARE_SECONDS)
+            weight, lots = uses.take()
+            if lots and len(self.store.masters) > 1:
+                with suppress(Unavailable):  # then they do not know of this second
+                    await self.store.enter("uses", "", encode_uses(weight, lots))
+
+    def _doubt_all(self) -> None:
+        """Part of the log is gone: whatever a node said was in it, also of one that speaks to this master by now."""
+        log.warning("what other masters heard was not all read: all nodes are asked for what they hold")
+        for member in self.service.core.membership.members.values():
+            member.wants_resync |= member.state != DEAD
+
     async def _reconcile(self, members: dict[str, MemberRecord]) -> None:
-        """Make our members those of the table."""
+        """Make our members those of the table, and follow what operators decided."""
         core = self.service.core
         for node, record in members.items():
             self._joined(node, record)
@@ -75,6 +100,25 @@ class Follower:
         for node, member in list(core.membership.members.items()):
             if member.state != DEAD and node not in members:
                 core.gone(self.service.now(), node, member.registration)
+        before = self.service.decided
+        decisions = await self.store.decisions()
+        if self.service.decided != before:
+            return  # what was read may be what was decided before; the next comparison sees to the rest
+        for (kind, name), value in decisions.items():
+            try:
+                self._decided(kind, name, value)
+            except UmbpError as error:
+                if (name, value) not in self._refused:
+                    self._refused.add((name, value))
+                    log.error("%s %s: %s", kind, name, error)
+
+    def _decided(self, kind: str, name: str, value: str) -> None:
+        """A decision of the table, if it is news here."""
+        core = self.service.core
+        if kind == "swap" and core.choices.names.get(name) != value and not core.choices.has_failed(name):
+            core.choices.swap(name, value)
+        elif kind == "drain" and (member := core.membership.members.get(name)) and member.draining != (value == "1"):
+            core.drain(self.service.now(), name, on=value == "1")
 
     async def apply(self, entry: Entry) -> None:
         """One change that another master has entered. What cannot be applied is said, and mended by a resync or the next comparison."""
@@ -120,6 +164,11 @@ class Follower:
                 object_bytes=said.object_bytes,
                 heard=True,
             )
+        elif entry.kind == "uses":
+            weight, lots = decode_uses(payload)
+            for lot in lots:
+                core.used(now, lot.digest, lot.words, weight)
+                await asyncio.sleep(0)
         elif entry.kind == "advice":
             service.relay.keep(now, node, msgspec.json.decode(payload, type=list[say.Advice]))
         elif entry.kind == "clear":

@@ -44,6 +44,7 @@ PROBE_SECONDS = 10.0
 PROBES_AT_A_TIME = 8
 TRUST_FETCH_SECONDS = 30.0
 CATCH_UP_SECONDS = 0.5
+BEAT_PARTS = 4  # of a heartbeat: the store has that long to take it, since its pool waits for the answer for a heartbeat
 NO_SPACE = 0xFFFF_FFFF  # a namespace that nobody has reported
 
 _EVENTS: msgspec.json.Decoder[say.Events] = msgspec.json.Decoder(say.Events)
@@ -84,6 +85,7 @@ class MasterService:
         self._fetched_at: dict[str, float] = {}  # node -> when a fetch from it worked
         self._probe_now: dict[str, None] = {}
         self._news = asyncio.Event()
+        self.decided = 0  # moves when an operator decides something here, before and after it is entered
 
     def __repr__(self) -> str:
         return f"<MasterService of {self.core!r}>"
@@ -104,7 +106,7 @@ class MasterService:
         if fault := tags_fault(body.tags):
             raise InvalidRequest(fault, field="tags", example='{"rack": "r12"}')
         core.membership.can_join(self.now(), body.node, body.boot, body.place)
-        registration = await self.store.register(body.node, msgspec.json.encode(body))
+        registration = await self.store.register(body.node, msgspec.json.encode(body), draining=body.draining)
         before = core.membership.members.get(body.node)
         if before is not None and registration and before.registration > registration:
             raise Conflict("another process of this name registered at the same moment", field="node")
@@ -138,11 +140,10 @@ class MasterService:
     async def beat(self, node: str, body: say.Heartbeat) -> say.Beat:
         """A pool lives."""
         now = self.now()
-        if self.store.shared:
-            self.core.membership.member(node, body.registration)
-            with suppress(Unavailable):  # that it lives is not lost by that: it says so again
-                await self.store.enter("beat", node, msgspec.json.encode(body))
         member = self.lives(node, body)
+        if self.store.shared:
+            with suppress(Unavailable):  # that it lives is not lost by that: it says so again
+                await self.store.enter("beat", node, msgspec.json.encode(body), seconds=self.core.timing.heartbeat / BEAT_PARTS)
         advice = [*self.relay.beat(now, node), *(_advice(self.core, one, now) for one in self.core.advisor.ledger.take(node))]
         warnings = [f"not used as a source: {member.unreachable}"] if member.unreachable else []
         return say.Beat(
@@ -191,13 +192,19 @@ class MasterService:
     async def drain(self, node: str, *, on: bool) -> Member:
         """An operator wants nothing new there, or does again."""
         self.core.membership.find(node)
-        await self.store.enter("drain", node, b"1" if on else b"0")
+        await self._decide("drain", node, b"1" if on else b"0")
         return self.core.drain(self.now(), node, on=on)
 
     async def swap(self, kind: str, name: str) -> None:
         """Another policy from now on."""
-        self.core.choices.swap(kind, name)  # first, so that one that cannot be had is told to nobody
-        await self.store.enter("swap", kind, name.encode())
+        self.core.choices.can_swap(kind, name)  # so that one that cannot be had is told to nobody
+        await self._decide("swap", kind, name.encode())
+        self.core.choices.swap(kind, name)
+
+    async def _decide(self, kind: str, name: str, value: bytes) -> None:
+        self.decided += 1
+        await self.store.decide(kind, name, value)
+        self.decided += 1
 
     # -- what they hold ----------------------------------------------------------------------------------------------------------------
 
@@ -295,7 +302,7 @@ class MasterService:
         keys = blob.keys(header.n)
         blob.end()
         if header.n == 1 and header.count and not header.prefill and not header.exclude:
-            single = route_one(self.core, self.now(), bytes.fromhex(header.namespace), key_words(keys), header.requester)
+            single = route_one(self.core, self.now(), bytes.fromhex(header.namespace), key_words(keys), header.requester, self.draws(1))
             if single is not None:
                 return say.encode_plan(single)
         plan = self.core.route(
@@ -361,8 +368,10 @@ class MasterService:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._probing())
             while True:
+                if self.store.trouble:  # what is said to other masters does not get here: silence means nothing
+                    self.core.membership.give_time(self.now())
                 began = time.thread_time()
-                busy = self.core.tick(self.now(), active=self.store.active)
+                busy = self.core.tick(self.now(), active=self.store.active, heard=self.store.heard)
                 spent = time.thread_time() - began
                 if (faults := self.core.choices.faults) != said:
                     said = faults

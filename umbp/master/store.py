@@ -19,16 +19,25 @@ class Store(Protocol):
         ...
 
     @property
+    def heard(self) -> float | None:
+        """When what other masters heard came last, on the clock of `time.monotonic`; None where there are no others."""
+        ...
+
+    @property
     def shared(self) -> bool:
         """Whether other masters read it."""
         ...
 
-    async def register(self, node: str, join: bytes) -> int:
+    async def register(self, node: str, join: bytes, *, draining: bool) -> int:
         """Enter a registration; its number, 0 where the master counts for itself. Unavailable if it cannot be entered."""
         ...
 
-    async def enter(self, kind: str, node: str, payload: bytes) -> None:
-        """Enter a change. Unavailable if it cannot be."""
+    async def enter(self, kind: str, node: str, payload: bytes, *, seconds: float | None = None) -> None:
+        """Enter a change. Unavailable if it cannot be, within so many seconds."""
+        ...
+
+    async def decide(self, kind: str, name: str, value: bytes) -> None:
+        """Enter what an operator decided, for masters that come later too. Unavailable if it cannot be."""
         ...
 
     async def gone(self, node: str, registration: int) -> None:
@@ -45,16 +54,20 @@ class Alone:
 
     active = True
     trouble = ""
+    heard = None
     shared = False
 
     def __repr__(self) -> str:
         return "<Alone>"
 
-    async def register(self, node: str, join: bytes) -> int:
+    async def register(self, node: str, join: bytes, *, draining: bool) -> int:
         """The core counts."""
         return 0
 
-    async def enter(self, kind: str, node: str, payload: bytes) -> None:
+    async def enter(self, kind: str, node: str, payload: bytes, *, seconds: float | None = None) -> None:
+        """Nobody else wants to know."""
+
+    async def decide(self, kind: str, name: str, value: bytes) -> None:
         """Nobody else wants to know."""
 
     async def gone(self, node: str, registration: int) -> None:
