@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -279,6 +280,7 @@ def test_a_full_file_system_costs_room_and_nothing_else(small_disk: Path) -> Non
         put(tier, *range(start, start + 40), now=float(start))
         tier.check()
     assert len(tier.drives[0].folder.files) < 24
+    assert tier.drives[0].folder.cramped
     assert get(tier, *range(1560, 1600)) == [HIT] * 40  # it goes on within the files that it could have
     others = [path.name for path in (small_disk / "ssd").iterdir() if path.suffix == ".tmp"]
     assert others == []
@@ -299,6 +301,15 @@ def test_a_disk_that_others_have_filled_is_used_once_there_is_room(small_disk: P
     tier.close()
 
 
+def descriptors() -> list[str]:
+    """What this process has open."""
+    found: list[str] = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # it was of the listing, or of another thread
+            found.append(os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
 def test_an_empty_mount_point_is_not_taken_for_the_disk(small_disk: Path) -> None:
     tier = make_tier(small_disk, size=16 * MIB)
     put(tier, 1)
@@ -309,6 +320,7 @@ def test_an_empty_mount_point_is_not_taken_for_the_disk(small_disk: Path) -> Non
         watch(tier, 100.0)
         assert tier.drives[0].state == AWAY
         assert "not mounted" in tier.drives[0].fault
+        assert not [link for link in descriptors() if "segment-" in link or "owner.lock" in link], "nobody can check it or mount it again"
         assert list(small_disk.iterdir()) == []
     finally:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(small_disk)], check=True)

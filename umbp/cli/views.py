@@ -100,7 +100,7 @@ def _ssd(ssd: dict[str, Any]) -> list[Text]:
             )
         )
     for disk in ssd["disks"]:
-        state = "does not answer" if disk["stalled"] else disk["state"]
+        state = "does not answer" if disk["stalled"] else "full" if disk["full"] and disk["state"] == "up" else disk["state"]
         fault = f": {disk['fault']}" if disk["fault"] else ""
         sizes = f"{format_size(disk['used_bytes'])} in {format_size(disk['file_bytes'])} of files of {format_size(disk['limit_bytes'])}"
         where = f"{disk['level']}={disk['path']}" if disk.get("level") else disk["path"]

@@ -164,12 +164,14 @@ class Counts(Document, frozen=True):
 
 
 class DiskDocument(Document, frozen=True):
-    """One folder of the SSD tier. ``state``: up, reading (it cannot be written now), away; ``stalled``: it does not answer."""
+    """One folder of the SSD tier. ``state``: up, reading (it cannot be written now), away; ``stalled``: it does not answer; ``full``: its
+    file system has no room for all that it may take."""
 
     path: str
     level: str
     state: str
     stalled: bool
+    full: bool
     fault: str
     limit_bytes: int
     file_bytes: int
@@ -279,6 +281,7 @@ def _disk_document(drive: Drive, now: float, level: str) -> DiskDocument:
         level=level,
         state=drive.state,
         stalled=drive.stalled(now),
+        full=drive.folder.cramped,
         fault=drive.fault,
         limit_bytes=drive.size_bytes,
         file_bytes=len(files) * drive.folder.segment_bytes,

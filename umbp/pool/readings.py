@@ -215,8 +215,9 @@ def _ssd(ssd: SsdDocument) -> Iterator[Reading]:
             yield Reading(LEVEL_MOVED, getattr(level, f"{what}_keys"), (level.name, what))
     for disk in ssd.disks:
         path = (disk.path,)
-        for state in ("up", "reading", "away", "stalled"):
-            yield Reading(DISK_STATE, float(disk.stalled if state == "stalled" else disk.state == state), (disk.path, state))
+        states = {state: disk.state == state for state in ("up", "reading", "away")}
+        for state, holds in (states | {"stalled": disk.stalled, "full": disk.full}).items():
+            yield Reading(DISK_STATE, float(holds), (disk.path, state))
         yield Reading(DISK_USED, disk.used_bytes, path)
         yield Reading(DISK_FILES, disk.file_bytes, path)
         yield Reading(DISK_READ, disk.read_bytes, path)

@@ -429,6 +429,8 @@ class SsdSide:
                 said.append(f"ssd: {drive.path} does not answer; it is not asked for anything until it does")
             elif drive.state != UP:
                 said.append(f"ssd: {drive.path} {'is not there' if drive.state == AWAY else 'is only read'}: {drive.fault}")
+            elif drive.folder.cramped:
+                said.append(f"ssd: {drive.path}: the file system is full; it does with less than the {drive.size_bytes} bytes it may take")
         return said + [f"ssd: {fault}" for fault in self.policies.faults]
 
     def _tell(self, rows: U64, present: bool) -> None:

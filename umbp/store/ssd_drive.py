@@ -11,8 +11,9 @@ Theory of operation. A disk is in one of three states.
 Beside that it may be *stalled*: something that was asked of it has not come back for `STALL_SECONDS`. Then nothing more is asked until it
 does, so a disk that hangs holds its own threads and one batch of pages, and nothing of anybody else. Each disk has threads of its own.
 
-A folder that is to be opened anew must be on the file system of before, or hold what was in it before: an empty mount point is not taken
-for the disk, and is not filled.
+Before it is opened anew its files are let go of, so that a file system that was unmounted can be checked and mounted again while the pool
+runs. A folder that is to be opened anew must be on the file system of before, or hold what was in it before: an empty mount point is not
+taken for the disk, and is not filled.
 """
 
 from __future__ import annotations
@@ -134,11 +135,11 @@ class Drive:
 
     def open(self) -> list[Found]:
         """Open the folder, anew if need be. Blocks. OSError, Conflict or SegmentError as `Folder.open`."""
+        self.folder.close()  # first: a file system that was unmounted is in use, and cannot be repaired, for as long as its files are held
+        self.folder = Folder(self.path, self.size_bytes, self.system, segment_bytes=self._segment_bytes)
         device = self._device_or_none()
         if self._device is not None and device != self._device and not os.path.lexists(os.path.join(self.path, "folder.meta")):
             raise OSError(2, "the file system that it was on is not mounted")
-        self.folder.close()
-        self.folder = Folder(self.path, self.size_bytes, self.system, segment_bytes=self._segment_bytes)
         found = self.folder.open()
         self._device = self._device_or_none()
         return found

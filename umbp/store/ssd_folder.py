@@ -99,7 +99,8 @@ class Folder:
         self.dead: tuple[U64, U64] = (np.zeros(0, np.uint64), np.zeros(0, np.uint64))  # notes found at start
         self.worker = Workers(1, f"ssd-{os.path.basename(path)}")
         self.removals = RemovalLog(path, system)
-        self.refused_space = False  # the file system had no room for one more file
+        self.refused_space = False  # the file system had no room for one more file: none is made for a while
+        self.cramped = False  # and so it was when the last one was to be made
         self.last = (0, 0)  # the day on which was written last, and how many bytes on it
         self.coming: deque[Append] = deque()  # what the worker was asked to append and has not begun, in order; the tier adds to it
         self._full: list[SegmentFile] = []  # and not sealed yet
@@ -404,10 +405,11 @@ class Folder:
             with contextlib.suppress(OSError):
                 self.system.remove(path)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):  # go on with the files there are
-                self.refused_space = True
+                self.refused_space = self.cramped = True
                 if self.files:
                     raise Full from error
             raise
+        self.cramped = False
         file = self.files[slot] = SegmentFile(slot, fd)
         return file
 
