@@ -14,8 +14,9 @@ from umbp.errors import Unavailable
 from umbp.pool import guesses
 from umbp.pool.guesses import NAMESPACES_MAX, SECONDS_MAX, STREAK_MIN, Guesses
 from umbp.pool.peers import PLACE, Peers
-from umbp.pool.sources import Space
-from umbp.types import U8, Mask, Tier
+from umbp.pool.sources import Offer, Space
+from umbp.transport.base import Came, Moved, Peer
+from umbp.types import I64, U8, Mask, ReadStatus, Tier
 
 ANNE, BERT = (Source(name, 7, {"http": "127.0.0.1:1"}) for name in ("anne", "bert"))
 
@@ -96,31 +97,57 @@ class Slow:
     async def close(self) -> None: ...
 
 
+class Deaf:
+    """A transport whose peers have nothing."""
+
+    name = "http"
+
+    async def read(self, peer: Peer, namespace: str, size: int, keys: U8, data: U8, offsets: I64, deadline: float, came: Came) -> Moved:
+        return Moved(np.full(len(keys), ReadStatus.MISS, np.uint8), np.zeros(len(keys), np.uint64), 0)
+
+    async def close(self) -> None: ...
+
+
 async def test_a_node_that_is_guessed_is_not_waited_for_the_master_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guesses, "SECONDS_MAX", 3600.0)
     guide = Slow()
-    peers, space, keys = Peers("me", guide, {}), Space(bytes(32), 0, 1, 4096), keys_of(*range(10))
+    peers, space, keys = Peers("me", guide, {"http": Deaf()}), Space(bytes(32), 0, 1, 4096), keys_of(*range(10))
+    until = time.monotonic() + 3600.0
 
-    async def places(*exclude: str, peek: bool = False) -> list[str]:
-        offers = await peers.offers(space, keys, frozenset(exclude), time.monotonic() + 60.0, peek=peek)
-        return [offer.place for offer in offers]
+    async def offers(*exclude: str, peek: bool = False) -> list[Offer]:
+        return await peers.offers(space, keys, frozenset(exclude), until, peek=peek)
 
+    async def read(offer: Offer) -> None:
+        taken = await peers.read(space, offer, keys, np.zeros(0, np.uint8), np.zeros(10, np.int64), until, print)
+        assert (taken.status == ReadStatus.MISS).all()
+        await asyncio.sleep(0)  # what is told afterwards has begun
+
+    async def learn() -> None:
+        guide.may.set()
+        for _ in range(STREAK_MIN):
+            assert [offer.place for offer in await offers()] == [PLACE + "anne"]
+        guide.may.clear()
+        guide.asked.clear()
+
+    await learn()
+    (guess,) = await offers()  # though the master does not answer
+    assert guess.place == PLACE + "anne"
+    assert guide.asked == []
+    await read(guess)
+    await read(guess)  # its second part
+    assert guide.asked == [(10, ["me"], True)]  # it is asked once, and counts the use
+    await peers.close()
+
+    await learn()
     guide.may.set()
-    for _ in range(STREAK_MIN):
-        assert await places() == [PLACE + "anne"]
-    guide.may.clear()
-    guide.asked.clear()
-    assert await places() == [PLACE + "anne"]  # though the master has not answered
-    await asyncio.sleep(0)
-    assert guide.asked == [(10, ["me"], True)]  # but was asked, and counts it
-    guide.may.set()
-    guide.asked.clear()
-    await places(PLACE + "anne")  # it did not have them: there is no second guess
-    await places(peek=True)  # nor one where somebody wants to know
+    await offers(PLACE + "anne")  # anne did not have them: there is no second guess
+    await offers(peek=True)  # nor one where somebody wants to know
     assert guide.asked == [(10, ["me", "anne"], True), (10, ["me"], False)]
+
+    await learn()
     guide.answer = Unavailable("no master")
-    assert await places() == [PLACE + "anne"]
-    await asyncio.sleep(0)
+    guide.may.set()
+    await read((await offers())[0])
     with pytest.raises(Unavailable):  # a master that does not answer is found out by the next
-        await places()
+        await offers()
     await peers.close()

@@ -108,7 +108,7 @@ async def test_pages_come_whole_and_in_their_places(
 
 
 async def test_pages_are_said_to_be_there_while_others_are_on_their_way(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
-    numbers = range(80)  # 20 MiB by two connections, each of which says it in pieces of eight
+    numbers = range(80)  # 20 MiB by two connections, each of which says half of what is left, but no less than four
     values, keys = store(space, *numbers), keys_of(404, *numbers)
     data, offsets = np.zeros(81 * SIZE, np.uint8), np.arange(81)[::-1] * SIZE
     pieces: list[list[int]] = []
@@ -120,7 +120,7 @@ async def test_pages_are_said_to_be_there_while_others_are_on_their_way(transpor
 
     moved = await transport.read(peer_of(server), digest_of(space), SIZE, keys, data, offsets, time.monotonic() + 60, came)
     assert moved.status.tolist() == [MISS] + [HIT] * 80
-    assert sorted(map(len, pieces)) == [8, 8, 32, 32]
+    assert sorted(map(len, pieces)) == [4, 4, 16, 16, 20, 20]
     assert all(piece == sorted(piece) for piece in pieces)
     assert sorted(page for piece in pieces for page in piece) == list(range(1, 81))
 
@@ -179,14 +179,14 @@ async def test_pages_that_were_said_to_be_there_are_not_written_again(transport:
         came.clear()
         with pytest.raises(ConnectionError):
             await transport.read(peer, "ab" * 32, 1 << 20, keys, data, offsets, until, note)
-        assert came == list(range(8))
+        assert came == list(range(10))
         thread.join(60)
         assert len(orders) == 2
 
 
 async def test_where_one_connection_fails_the_other_is_cut(transport: HttpTransport) -> None:
     """Of a read's two connections one is closed before it answers; the other would go on for ever."""
-    keys = keys_of(*range(8))
+    keys = keys_of(*range(16))
 
     def serve() -> None:
         connections = [listener.accept()[0] for _ in range(2)]
@@ -198,7 +198,7 @@ async def test_where_one_connection_fails_the_other_is_cut(transport: HttpTransp
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve)
         thread.start()
-        data, offsets = np.zeros(8 << 20, np.uint8), np.arange(8) << 20
+        data, offsets = np.zeros(16 << 20, np.uint8), np.arange(16) << 20
         with pytest.raises(ConnectionError):
             await transport.read(Peer("p", 1, address_of(listener)), "ab" * 32, 1 << 20, keys, data, offsets, time.monotonic() + 60, print)
         thread.join(60)

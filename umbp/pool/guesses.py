@@ -2,9 +2,8 @@
 
 Theory of operation. A session's pages mostly lie together, so who served its last pages will have the next ones too, and the way to the
 master and back is a fifth of what a small fetch takes. So where the last `STREAK_MIN` plans for a namespace named one node and tier for all
-of their pages, that is taken to be the next plan as well, and the node is asked at once; the master is asked beside it, so that it counts
-the use, knows of the load, and says who is to be asked from now on. A guess is never older than the last plan but one, nor than
-`SECONDS_MAX`.
+of their pages, that is taken to be the next plan as well, and the node is asked at once. The master is asked when the pages are there: it
+counts the use, and says who is to be asked from now on. A guess is never older than the last plan but one, nor than `SECONDS_MAX`.
 
 A guess is a hint like any plan: what the node does not hold is a miss there, and is then asked of the master, without that node. It costs
 one small request, and the next fetches of the namespace go by plans again. Bounded: namespaces remembered; the oldest go.

@@ -6,7 +6,7 @@ For the pages of a batch the master's plan is asked for: runs of the list, each 
 list has holes (a plan ends at the first page that nobody has), the rest is asked for by what anybody has of it. A plan is a hint: what its
 node does not hold any more is a miss, and is asked for once more with that node left out.
 
-Where the last plans all named one node, that node is read from at once, and the master is asked meanwhile (`umbp.pool.guesses`).
+Where the last plans all named one node, that node is read from at once, and the master is asked when that is done (`umbp.pool.guesses`).
 
 What each read took is told to the master (`take_measured`, with the heartbeats), in bytes and seconds per node and tier, from which the
 next plans are made. That a node failed is told at once, so that it is avoided by all, not only by who found out; this pool does without it
@@ -75,6 +75,16 @@ class Measured:
     seconds: float
 
 
+@dataclass(slots=True, eq=False)
+class Guessed:
+    """What an offer is that no plan was made for: the run, and what to ask the master afterwards, once."""
+
+    run: plans.Run
+    keys: U8
+    without: list[str]
+    confirmed: bool = False
+
+
 class Peers:
     """Fulfils `umbp.pool.sources.Source`. ``transports``: those this node has, the best first."""
 
@@ -103,8 +113,7 @@ class Peers:
         which: I64 = np.arange(len(keys))
         guess = None if peek else self._guesses.run_or_none(time.monotonic(), namespace, len(keys))
         if guess is not None and guess.source.node not in without:
-            self._confirm(namespace, keys, without, deadline)
-            return [Offer(PLACE + guess.source.node, Tier.REMOTE, which, guess.seconds, guess)]
+            return [Offer(PLACE + guess.source.node, Tier.REMOTE, which, guess.seconds, Guessed(guess, keys, without))]
         offers: list[Offer] = []
         for _ in range(HOLES_MAX):
             plan = await self.guide.plan(namespace, keys[which], without, deadline, count=not peek)
@@ -119,7 +128,8 @@ class Peers:
 
     async def read(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64, deadline: float, came: Came) -> Taken:
         """See `umbp.pool.sources.Source`."""
-        run = offer.handle
+        guessed = offer.handle if isinstance(offer.handle, Guessed) else None
+        run = guessed.run if guessed is not None else offer.handle
         assert isinstance(run, plans.Run)
         began, some = time.monotonic(), False
 
@@ -136,6 +146,9 @@ class Peers:
                 self._tell(run.source.node, f"{type(error).__name__}: {error}")
             self._guesses.wrong(space.digest.hex())
             raise
+        finally:
+            if guessed is not None:
+                self._confirm(space.digest.hex(), guessed)
         if (moved.status == ReadStatus.MISS).any():
             self._guesses.wrong(space.digest.hex())
         if moved.size_bytes and (moved.status == ReadStatus.HIT).all():
@@ -168,12 +181,16 @@ class Peers:
             if run.source.node != self.node
         ]
 
-    def _confirm(self, namespace: str, keys: U8, without: list[str], deadline: float) -> None:
+    def _confirm(self, namespace: str, guessed: Guessed) -> None:
         """Ask the master for the plan that was guessed, without waiting for it: it counts the use, and the next guess is its answer."""
+        if guessed.confirmed:
+            return
+        guessed.confirmed = True
 
         async def confirm() -> None:
+            keys, until = guessed.keys, time.monotonic() + TELL_SECONDS_MAX
             try:
-                plan = await self.guide.plan(namespace, keys, without, deadline, count=True)
+                plan = await self.guide.plan(namespace, keys, guessed.without, until, count=True)
             except (UmbpError, OSError, TimeoutError):
                 self._guesses.wrong(namespace)  # who asks next finds out, and does without the master for a while
             else:

@@ -7,6 +7,7 @@ unless the reader says that it will use its own copy from now on; it does not co
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
@@ -99,7 +100,8 @@ class PoolShelf:
             offsets = entries[ids, W_OFFSET].astype(np.int64)
             if not order.moves:
                 prints = hashes(key_words(keys[held]), np.uint64(account.number), self.pool.table.seed)
-                self.pool.objects.request(Request(now, ids.astype(np.int32), prints, 0))
+                request = Request(now, ids.astype(np.int32), prints, 0)
+                asyncio.get_running_loop().call_soon(self.pool.objects.request, request)  # the reader has its answer first
             unsummed = sums == 0
             if unsummed.any() and self.pool.limits.checksum != "off":
                 sums[unsummed] = await self.make_sums(ids[unsummed], versions[unsummed])
