@@ -84,7 +84,7 @@ class Signpost:
 
     def _plan(self, body: bytes) -> bytes:
         request, blob = wire.decode(body, msgspec.json.Decoder(RouteRequest))
-        self.asked.append(("plan", request.n, request.count, request.exclude))
+        self.asked.append(("plan", request.n, request.count and not request.again, request.exclude))
         runs: list[Run] = []
         for at, key in enumerate(blob.keys(request.n)):
             holders = [each for each in self._holders(request.namespace, key) if each.node not in request.exclude]

@@ -13,6 +13,7 @@ from umbp.core.directory import Locations
 from umbp.core.engines import SILENT_SECONDS_MAX
 from umbp.core.master import Part
 from umbp.core.membership import DEAD, SUSPECT
+from umbp.core.single import route_one
 from umbp.errors import Conflict, InvalidRequest, LimitReached, NotFound, UnknownNode
 from umbp.types import Tier
 
@@ -396,6 +397,22 @@ def test_only_real_routing_calls_count_as_use() -> None:
     cluster.plan([1, 2, 3], "b")
     assert directory.use(cluster.now, rows).accesses.tolist() == [1, 1]
     assert cluster.master.counts.routes == 1
+    cluster.plan([1, 2, 3], "b", again=True, exclude=frozenset({"c"}))  # the same load: it goes on elsewhere
+    assert directory.use(cluster.now, rows).accesses.tolist() == [1, 1]
+
+
+def test_the_rest_of_a_prompt_leads_to_its_beginning_still() -> None:
+    """A pool asks for what it lacks: the pages behind those that it has."""
+    cluster = Cluster("a")
+    cluster["a"].put(*range(1, 7)).tell()
+    cluster.plan(range(1, 7), "b")
+    cluster.plan(range(3, 7), "b")
+    cluster.plan([5], "b")
+    route_one(cluster.master, cluster.now, DIGEST, words([4]), "b", np.zeros(1))
+    directory = cluster.master.directory
+    rows = directory.find(words(range(1, 7)), 0)
+    assert directory.chain(int(rows[5]), 99) == rows.tolist()
+    assert directory.use(cluster.now, rows).accesses.tolist() == [1, 1, 2, 3, 3, 2]
 
 
 def test_policies_are_swapped_by_name_and_previewed_without_effect() -> None:

@@ -82,7 +82,7 @@ class Slow:
         self.may = asyncio.Event()
         self.answer: Plan | Unavailable = plan_of(ANNE, 10)
 
-    async def plan(self, namespace: str, keys: U8, exclude: list[str], deadline: float, *, count: bool) -> Plan:
+    async def plan(self, namespace: str, keys: U8, exclude: list[str], deadline: float, *, count: bool, again: bool = False) -> Plan:
         self.asked.append((len(keys), exclude, count))
         await self.may.wait()
         if isinstance(self.answer, Unavailable):

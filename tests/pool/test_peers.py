@@ -131,9 +131,11 @@ def test_pages_with_holes_between_them(nodes: tuple[Node, Node], master: Signpos
     a, b = nodes
     a.store(1, 3, 4, 7)
     master.add(a.pool, a.space, keys_of(1, 3, 4, 7))
+    master.asked.clear()
     statuses = b.get(0, 1, 2, 3, 4, 5, 6, 7)
     assert statuses.where(HIT).tolist() == [False, True, False, True, True, False, False, True]
     assert statuses.where(MISS).sum() == 4
+    assert [counts for what, _, counts, _ in master.asked if what == "plan"] == [True, False]  # one use of each
 
 
 def test_a_plan_may_split_a_prefix_over_nodes(nodes: tuple[Node, Node], third: Node, master: Signpost) -> None:
@@ -221,7 +223,7 @@ def test_what_the_master_believes_wrongly_is_asked_for_elsewhere(nodes: tuple[No
     master.add(a.pool, a.space, keys_of(1, 2, 3))  # 2 and 3 were evicted meanwhile
     master.add(c.pool, c.space, keys_of(2))
     assert b.get(1, 2, 3) == [HIT, HIT, MISS]
-    assert [a.pool.name] in [exclude[1:] for _, _, _, exclude in master.asked]
+    assert ([a.pool.name], False) in [(exclude[1:], counts) for _, _, counts, exclude in master.asked]  # it was counted before
 
 
 def test_a_killed_peer_costs_its_pages_and_little_time(nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost) -> None:

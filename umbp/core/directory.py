@@ -19,7 +19,7 @@ Nothing in here is the truth: pools refuse what they do not have. So no versions
 there is no room (`keys_max`, or a full bucket) is counted and left out.
 
 Use of a key: accesses, the last one, and *heat*, the accesses decayed with `HALF_LIFE_SECONDS` (LRFU's combined recency and frequency). The
-parent and depth are those of the last request that had the key in its list; they lead from a hot page to its prefix.
+parent and depth are those of the last request that had the key in its list, after another one; they lead from a hot page to its prefix.
 
 Changes come in batches of any mixture of holders, tiers, comings and goings (`change`): one probe for all, then what goes, then what comes
 to known rows, then new rows, each written whole with its first cell. Nothing is sorted, and nothing needs to be distinct.
@@ -224,6 +224,9 @@ class Directory:
         """One request asked for these rows, root first; -1 is left out. ``weight``: it stands for so many."""
         depth = np.arange(1, len(rows) + 1, dtype=np.uint32)
         parents = np.concatenate([[0], rows[:-1] + 1]).astype(np.uint32)  # row + 1, 0 is none
+        if len(rows) and rows[0] >= 0 and self._parents[rows[0]]:  # the rest of a prompt whose first pages nobody had to ask for
+            parents[0] = self._parents[rows[0]]
+            depth += self._depths[rows[0]] - _U32(1)
         known = np.flatnonzero(rows >= 0)
         rows = rows[known]
         self._heats[rows] = weight + self._heat(now, rows)
@@ -237,13 +240,14 @@ class Directory:
         return words
 
     def touch_one(self, now: float, row: int) -> None:
-        """`touch` of a single root page."""
+        """`touch` of a single page."""
         words, reals = self._rows[row], self._reals[row]
         age = max(0.0, now - self._start - float(reals[W_ACCESSED]))
         reals[W_HEAT] = 1.0 + float(reals[W_HEAT]) * 2.0 ** (-age / HALF_LIFE_SECONDS)
         reals[W_ACCESSED] = now - self._start
         words[W_COUNT] += _U32(1)
-        words[W_PARENT], words[W_DEPTH] = 0, 1
+        if not words[W_PARENT]:
+            words[W_DEPTH] = 1
 
     def use(self, now: float, rows: I64) -> Use:
         """How these rows (none -1) were used."""

@@ -320,10 +320,14 @@ class Master:
         prefill: float = 0.0,
         page_tokens: int = 64,
         count: bool = True,
+        again: bool = False,
         exclude: frozenset[str] = frozenset(),
         policy: str = "",
     ) -> Plan:
-        """Who serves these keys, root first, to this node. ``policy`` asks another one what it would choose, without any effect."""
+        """Who serves these keys, root first, to this node. ``policy`` asks another one what it would choose, without any effect.
+
+        ``count``: a load follows; ``again``: the use was counted with the question before.
+        """
         asked = self._columns(now, digest, words, requester, exclude)
         if asked is None:
             return NOTHING
@@ -332,17 +336,22 @@ class Master:
         choice = self.choices.preview(ROUTING, policy, view) if policy else self.choices.route(view)
         plan = self.planner.plan(view, columns, choice, page_seconds=page_tokens / prefill if prefill > 0 else inf)
         if count and not policy:
-            ledger, asked_for = self.advisor.ledger, np.where(columns.held.any(1), rows, -1)  # what nobody can serve now is not used
-            if requester in ledger.by_node:
-                asked_for[ledger.brings(requester, rows)] = -1
-            self.directory.touch(now, asked_for)
-            if self.uses is not None and draws[0] < self.uses.share:
-                self.uses.asked(digest, np.where(asked_for[:, None] < 0, np.uint64(0), words), float(draws[0]))
+            if not again:
+                self._count_use(now, digest, words, np.where(columns.held.any(1), rows, -1), requester, float(draws[0]))
             self.planner.occupy(now, plan, requester, page_bytes)
             self.counts.routes += 1
             self.counts.asked_pages += len(words)
             self.counts.routed_pages += plan.pages
         return plan
+
+    def _count_use(self, now: float, digest: bytes, words: U64, asked_for: I64, requester: str, draw: float) -> None:
+        """``asked_for``: rows, -1 for what nobody can serve now, which is not used; nor is what the requester was advised to copy."""
+        ledger = self.advisor.ledger
+        if requester in ledger.by_node:
+            asked_for[ledger.brings(requester, asked_for)] = -1
+        self.directory.touch(now, asked_for)
+        if self.uses is not None and draw < self.uses.share:
+            self.uses.asked(digest, np.where(asked_for[:, None] < 0, np.uint64(0), words), draw)
 
     def used(self, now: float, digest: bytes, words: U64, weight: float) -> None:
         """Another master was asked for these keys, root first, so many times."""

@@ -252,7 +252,8 @@ class Verdicts(Message, frozen=True, tag="verdicts"):
 class RouteRequest(Message, frozen=True, tag="route"):
     """Who serves these keys to ``requester``? ``prefill``: tokens a second that it computes, 0 where not known; ``page_tokens`` with it.
 
-    ``count`` is False for a question that no load follows. ``exclude``: nodes not to name. Arrays: keys u8[n, 32], root first.
+    ``count`` is False for a question that no load follows, ``again`` True where the question before has counted the use.
+    ``exclude``: nodes not to name. Arrays: keys u8[n, 32], root first.
     """
 
     namespace: Digest
@@ -261,6 +262,7 @@ class RouteRequest(Message, frozen=True, tag="route"):
     prefill: Rate = 0.0
     page_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 64
     count: bool = True
+    again: bool = False
     exclude: Annotated[list[Name], Meta(max_length=64)] = []  # noqa: RUF012
 
 

@@ -301,7 +301,7 @@ class MasterService:
         header, blob = decode(frame, _ROUTE)
         keys = blob.keys(header.n)
         blob.end()
-        if header.n == 1 and header.count and not header.prefill and not header.exclude:
+        if header.n == 1 and header.count and not header.again and not header.prefill and not header.exclude:
             single = route_one(self.core, self.now(), bytes.fromhex(header.namespace), key_words(keys), header.requester, self.draws(1))
             if single is not None:
                 return say.encode_plan(single)
@@ -314,6 +314,7 @@ class MasterService:
             prefill=header.prefill,
             page_tokens=header.page_tokens,
             count=header.count,
+            again=header.again,
             exclude=frozenset(header.exclude),
         )
         return say.encode_plan(plan)

@@ -27,9 +27,9 @@ class PortGuide:
     def __repr__(self) -> str:
         return f"<PortGuide of {self.node} by {self._port()!r}>"
 
-    async def plan(self, namespace: str, keys: U8, exclude: list[str], deadline: float, *, count: bool) -> Plan:
+    async def plan(self, namespace: str, keys: U8, exclude: list[str], deadline: float, *, count: bool, again: bool = False) -> Plan:
         """See `umbp.pool.peers.Guide`."""
-        request = RouteRequest(namespace=namespace, requester=self.node, n=len(keys), count=count, exclude=exclude[:64])
+        request = RouteRequest(namespace=namespace, requester=self.node, n=len(keys), count=count, again=again, exclude=exclude[:64])
         return await self._port().plan(request, keys, _left(deadline))
 
     async def held(self, namespace: str, keys: U8, deadline: float) -> Mask:

@@ -48,8 +48,8 @@ HOLES_MAX = 4  # plans for one batch. What is believed to be held is planned at 
 class Guide(Protocol):
     """Who knows which node has what: the master, as `umbp.pool.guide` reaches it."""
 
-    async def plan(self, namespace: str, keys: U8, exclude: list[str], deadline: float, *, count: bool) -> plans.Plan:
-        """Who serves these keys, (n, 32), root first. ``count``: a load follows."""
+    async def plan(self, namespace: str, keys: U8, exclude: list[str], deadline: float, *, count: bool, again: bool = False) -> plans.Plan:
+        """Who serves these keys, (n, 32), root first. ``count``: a load follows; ``again``: that was said of these keys already."""
         ...
 
     async def held(self, namespace: str, keys: U8, deadline: float) -> Mask:
@@ -115,8 +115,11 @@ class Peers:
         if guess is not None and guess.source.node not in without:
             return [Offer(PLACE + guess.source.node, Tier.REMOTE, which, guess.seconds, Guessed(guess, keys, without))]
         offers: list[Offer] = []
-        for _ in range(HOLES_MAX):
-            plan = await self.guide.plan(namespace, keys[which], without, deadline, count=not peek)
+        for number in range(
+            HOLES_MAX
+        ):  # a plan counts the use of all its keys: one more behind a hole, or instead of who failed, is no more
+            again = number > 0 or len(without) > 1
+            plan = await self.guide.plan(namespace, keys[which], without, deadline, count=not peek, again=again)
             self._guesses.planned(time.monotonic(), namespace, len(which), plan)
             offers += self._offers(plan, which)
             which = which[plan.pages + 1 :]  # the one after the plan's last is nobody's
