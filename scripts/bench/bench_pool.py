@@ -1,20 +1,27 @@
 """Put, get, lookup and lease of a pool against the floor, in turns, over a warm working set of 1 GiB: one JSON line a row.
 
-    python scripts/bench/bench_pool.py [--only put,get,lookup,lease] [--repeats 9] [--keys 1000000]
+    python scripts/bench/bench_pool.py [--only put,get,lookup,lease] [--repeats 9] [--keys 1000000] [--processors 0,1]
 
 Put and get: batches of 128 x 64 KiB, 64 x 1 MiB, 16 x 4 MiB, and one object a call, from and into one matrix. ``order`` in_order: keys as
 they were put, so pages lie side by side; scattered: the same pages in random order. Rows with ``checksum`` put and ``verify`` always say
 what those cost. Lookup and lease: 2,200 keys (a prompt of 142,000 tokens), other ones each call, of an index of a million and of 10,000.
+The lease also beside another client that looks up 2,200 keys all the time, whose access history the pool has to enter; the floor of that
+row is the same lease without it.
+
+Short calls (one object, a lease) take half as long again where the kernel runs client and pool on one processor, as it may where there are
+two: ``--processors 0,1`` puts the client on the first and the pool (and the floor's process) on the second, ``0,0`` both on one.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import harness
 import numpy as np
+from bench_eviction import Beside
 from floor import KEY_BYTES, Floor
 
 import umbp
@@ -50,9 +57,9 @@ class Bench:
     """A pool and the floor, and what is measured on both."""
 
     def __init__(
-        self, client: umbp.Pool, floor: Floor, machine: harness.Machine, repeats: int, working_set: int, said: dict[str, Any]
+        self, socket: str, client: umbp.Pool, floor: Floor, machine: harness.Machine, repeats: int, working_set: int, said: dict[str, Any]
     ) -> None:
-        self.client, self.floor, self.machine = client, floor, machine
+        self.socket, self.client, self.floor, self.machine = socket, client, floor, machine
         self.repeats, self.working_set, self.said = repeats, working_set, said
 
     def emit(self, **row: Any) -> None:
@@ -151,6 +158,7 @@ class Bench:
             self.lookup(space, long, "present", entries, calls // 4)
         if "lease" in only:
             self.lease(space, present, entries, calls)
+            self.beside(space, present, entries, calls)
         space.remove(keys[: 1 << 16])
 
     def lookup(self, space: umbp.Namespace, prompts: Prompts, which: str, entries: int, calls: int) -> None:
@@ -188,6 +196,30 @@ class Bench:
             side = harness.Side([seconds[part] for seconds in both.passes])
             self.emit(op=op, keys=prompts.size, which="present", index=entries, **harness.compared(side, floor, at_most=3.0))
 
+    def beside(self, space: umbp.Namespace, prompts: Prompts, entries: int, calls: int) -> None:
+        """The row of leases beside lookups."""
+
+        def leases() -> list[float]:
+            seconds = []
+            for _ in range(calls):
+                lease = space.lease(prompts.next()[0], noted=True)
+                seconds += harness.timed(lease.__enter__, [()])
+                lease.__exit__(None, None, None)
+            return seconds
+
+        other = Beside("--look", self.socket, "--keys", str(entries), script=__file__)
+
+        def disturbed() -> list[float]:
+            with other:
+                return leases()
+
+        try:
+            self.machine.pids = (*self.machine.pids, other.pid)
+            busy, alone = harness.in_turns(self.repeats, disturbed, leases, machine=self.machine)
+        finally:
+            other.end()
+        self.emit(op="lease beside lookups", keys=prompts.size, which="present", index=entries, **harness.compared(busy, alone))
+
 
 class Prompts:
     """Key lists, one after the other, each of other keys until all were used."""
@@ -206,6 +238,16 @@ class Prompts:
         return self.lists[self.at]
 
 
+def look(socket: str, entries: int) -> None:
+    """The process beside which leases are taken: looks up until it is stopped."""
+    with umbp.connect(socket, client="looker") as client:
+        space, prompts = harness.namespace(client, SMALL_BYTES, "index"), Prompts(harness.random_keys(entries, 1), PROMPT_KEYS)
+        assert space.lookup(prompts.next()[0]).all()
+        print("looking", flush=True)
+        while True:
+            space.lookup(prompts.next()[0])
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="put,get,lookup,lease,checksum", help="rows to measure, with commas (default: %(default)s)")
@@ -213,17 +255,27 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--working-set", type=int, default=1 << 30, metavar="BYTES", help="bytes of pages (default 1 GiB)")
     parser.add_argument("--keys", type=int, default=1_000_000, help="keys of the large index (default 1 000 000)")
     parser.add_argument("--options", default="", help="more flags for the pool, such as '--eviction lru'")
+    parser.add_argument("--processors", type=_processors, default=(), metavar="CLIENT,POOL", help="processors to run on (default: any)")
+    parser.add_argument("--look", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def _processors(text: str) -> tuple[int, ...]:
+    client, pool = map(int, text.split(","))
+    return client, pool
 
 
 def main() -> None:
     arguments = parse()
+    if arguments.look:
+        look(arguments.look, arguments.keys)
     only, options = set(arguments.only.split(",")), arguments.options.split()
     working_set, repeats = arguments.working_set, arguments.repeats
     dram = str(working_set * 3 // 2)
 
     def measure(*more: str, floor_bytes: int, dram: str, said: dict[str, Any]) -> Any:
-        return _Both((*options, *more), floor_bytes, dram, repeats, working_set, said)
+        said = said | ({"processors": "{},{}".format(*arguments.processors)} if arguments.processors else {})
+        return _Both((*options, *more), floor_bytes, dram, repeats, working_set, said, arguments.processors)
 
     if only & {"put", "get"}:
         with measure(floor_bytes=working_set, dram=dram, said={}) as bench:
@@ -243,14 +295,28 @@ def main() -> None:
 class _Both:
     """A pool and a floor for the time of a ``with``."""
 
-    def __init__(self, options: tuple[str, ...], floor_bytes: int, dram: str, repeats: int, working_set: int, said: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        options: tuple[str, ...],
+        floor_bytes: int,
+        dram: str,
+        repeats: int,
+        working_set: int,
+        said: dict[str, Any],
+        processors: tuple[int, ...],
+    ) -> None:
         self._pool = harness.pool(*options, dram=dram)
         self._floor = Floor(floor_bytes)
         self._rest = repeats, working_set, said
+        self._processors = processors
 
     def __enter__(self) -> Bench:
         process, client = self._pool.__enter__()
-        return Bench(client, self._floor.__enter__(), harness.Machine(process.pid, self._floor.pid), *self._rest)
+        floor = self._floor.__enter__()
+        if self._processors:
+            for pid, processor in zip((os.getpid(), process.pid, self._floor.pid), (*self._processors, self._processors[1]), strict=True):
+                harness.pin(pid, processor)
+        return Bench(process.socket, client, floor, harness.Machine(process.pid, self._floor.pid), *self._rest)
 
     def __exit__(self, *exc: Any) -> None:
         self._floor.__exit__(None, None, None)

@@ -106,6 +106,12 @@ def pool(*options: str, dram: str) -> Iterator[tuple[PoolProcess, umbp.Pool]]:
         yield process, client
 
 
+def pin(pid: int, processor: int) -> None:
+    """All threads of a process that there are now, on this processor; those that they start stay there too."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), {processor})
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
