@@ -23,7 +23,8 @@ def server() -> Iterator[PoolProcess]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that is well answers in time, however busy the machine is."""
-    from umbp.integrations import vllm_offloading
+    from umbp.integrations import vllm_offloading, vllm_runtime
 
     monkeypatch.setattr(vllm_offloading, "LEASE_SECONDS", 30.0)
     monkeypatch.setattr(vllm_offloading, "LEARN_SECONDS_MAX", 30.0)
+    monkeypatch.setattr(vllm_runtime, "BEGIN_SECONDS", 30.0)

@@ -190,6 +190,8 @@ def test_requests_are_computed_over_a_frozen_pool(options: Options, load_async: 
 
 def test_a_frozen_pool_holds_up_the_forward_pass_once_and_shortly(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_runtime, "SILENT_SECONDS", 3600.0)
+    patience = vllm_runtime.BEGIN_SECONDS
+    monkeypatch.setattr(vllm_runtime, "BEGIN_SECONDS", 0.1)
     with PoolProcess() as pool, World(replace(options, pool=pool.socket, load_async=False)) as world:
         for number in range(3):
             world.serve(f"stored {number}", prompt(number, 5))
@@ -206,6 +208,7 @@ def test_a_frozen_pool_holds_up_the_forward_pass_once_and_shortly(options: Optio
         parts = [job.parts[0] for job in loads]
         assert [part.handle.silent if part.handle else part.error for part in parts] == [True, *["the pool was silent just now"] * 2]
         transfers(world)._silent_until = 0.0  # an hour later
+        monkeypatch.setattr(vllm_runtime, "BEGIN_SECONDS", patience)
         _wait_connected(world)
         world.drop()
         assert world.serve("at last", prompt(1, 5)) == (5 * BLOCK, 3)

@@ -97,6 +97,8 @@ def model_folder() -> str:
 def config(options: Options, rank: int) -> VllmConfig:
     events = KVEventsConfig(enable_kv_cache_events=bool(options.events), publisher="zmq", endpoint=options.events or "tcp://*:5557")
     extra = {"umbp_pool": options.pool, "load_async": options.load_async, **options.extra}
+    if options.connector == CONNECTOR:
+        extra.setdefault("umbp_deadline_seconds", 60.0)  # a busy machine takes its time
     transfer = KVTransferConfig(
         kv_role="kv_both", engine_id="tests", kv_connector_extra_config=extra, kv_load_failure_policy=options.policy, **options.connector
     )
