@@ -99,6 +99,11 @@ def test_tags_are_what_the_node_joined_with_whatever_it_says_since(world: Any) -
     of_b = f'umbp_node_info{{node="{b.name}",tag_hw="",tag_rack="r\\"13"}}'
     assert metric(master, of_a) == metric(master, of_b) == 1  # one set of labels for all; an empty one is none
     assert metric(a, of_a) == 1
+    labels = f'{{node="{a.name}",tier="dram"}}'
+    assert metric(master, "umbp_node_capacity_bytes" + labels) == master.nodes()[a.name]["tiers"][0]["capacity_bytes"] > 0
+    put(a, 900)
+    until(lambda: metric(master, "umbp_node_keys" + labels) > 0 and metric(master, "umbp_node_used_bytes" + labels) >= PAGE)
+    assert metric(master, f'umbp_node_source{{node="{a.name}"}}') == 1
     beats = reported(a, "beats")
     until(lambda: reported(a, "beats") > beats + 1)
     assert master.nodes()[a.name]["tags"] == {"rack": "r12", "hw": "MI355X"}

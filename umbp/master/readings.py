@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from umbp.core.master import Master
-from umbp.core.membership import ALIVE, DEAD, DRAINING, SUSPECT
+from umbp.core.membership import ALIVE, DEAD, DRAINING, SUSPECT, Member
 from umbp.metrics import Definition, Reading
+from umbp.types import Tier
 
 
 def _gauge(name: str, about: str, *labels: str) -> Definition:
@@ -38,7 +39,10 @@ JUDGED = _counter("umbp_master_judged_pages_total", "Pages that nearly full node
 JOINS = _counter("umbp_master_joins_total", "Registrations.")
 DEATHS = _counter("umbp_master_deaths_total", "Nodes that left or expired.")
 ADVISED = _counter("umbp_master_advised_total", "Advice given.", "verb")
-
+NODE_SOURCE = _gauge("umbp_node_source", "1 where others read from this node now.", "node")
+NODE_CAPACITY = _gauge("umbp_node_capacity_bytes", "Bytes of a node's tier, as it last said.", "node", "tier")
+NODE_USED = _gauge("umbp_node_used_bytes", "Of those, used ones.", "node", "tier")
+NODE_KEYS = _gauge("umbp_node_keys", "Keys of a node's tier.", "node", "tier")
 
 TAG_LABELS_MAX = 32  # keys over all nodes that become labels; those that most nodes have
 
@@ -52,9 +56,21 @@ def node_info(tags: Mapping[str, Mapping[str, str]]) -> Iterator[Reading]:
         yield Reading(made, 1, (node, *(of.get(key, "") for key in keys)))
 
 
-def readings(master: Master) -> Iterator[Reading]:
+def _nodes(members: list[Member], now: float) -> Iterator[Reading]:
+    """Of each node that is not dead, as it last said."""
+    yield from node_info({member.node: member.tags for member in members})
+    for member in members:
+        yield Reading(NODE_SOURCE, float(member.usable(now)), (member.node,))
+        for tier, (capacity, used) in member.tiers.items():
+            labels = (member.node, Tier(tier).name.lower())
+            yield Reading(NODE_CAPACITY, capacity, labels)
+            yield Reading(NODE_USED, used, labels)
+            yield Reading(NODE_KEYS, member.keys.get(tier, 0), labels)
+
+
+def readings(master: Master, now: float) -> Iterator[Reading]:
     """All of them, now."""
-    yield from node_info({node: member.tags for node, member in master.membership.members.items() if member.state != DEAD})
+    yield from _nodes([member for member in master.membership.members.values() if member.state != DEAD], now)
     states = [member.state for member in master.membership.members.values()]
     for state in (ALIVE, SUSPECT, DRAINING, DEAD):
         yield Reading(NODES, states.count(state), (state,))

@@ -95,7 +95,7 @@ class MasterServer:
         self.master = MasterService(core, probe=self._prober, masters=self._masters, store=self._shared)
         if self._shared is not None:
             self._follower = Follower(self.master, self._shared)
-        self.metrics = Metrics(lambda: readings(core))
+        self.metrics = Metrics(lambda: readings(core, self.master.now()))
         self._doors = Doors(
             {b"/v1/plan": self.master.plan, b"/v1/locate": self.master.locate},
             {b"events": self.master.events, b"resync": self.master.piece},

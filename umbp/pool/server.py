@@ -159,7 +159,7 @@ class PoolServer:
     def _readings(self) -> Iterator[Reading]:
         yield from readings(self)
         if self.state == "ready" and not self.config.master:
-            yield from master_readings(self.cluster.master.core)
+            yield from master_readings(self.cluster.master.core, self.cluster.now())
 
     def sessions(self) -> list[Owner]:
         """Clients, connected or still owning memory."""
