@@ -72,7 +72,8 @@ def move(
     pages = 0
     for record in placed:
         tier.ledger.wrote(drive, draft.blocks * BLOCK)
-        same = tier.catalog.same(ids, versions)
+        # Of two that move a page at a time the later copy stays: at a start the last one counts, and if that were dead the page would be.
+        same = tier.catalog.same(ids, versions) & (tier.catalog.sequence[ids] < record.pages["sequence"])
         if drive.state == AWAY:
             same[:] = False
         tier.ledger.relocate(now, ids[same], drive, record, same)
