@@ -63,6 +63,7 @@ def test_who_waits_holds_what_passes_and_nobody_else_does(world: World) -> None:
     assert len(pool.pin(0.0, 1, row, keys_of(1, 2), 0.0, "").ids) == 0
     waiting, held = pool.leases.grant(0.0, 1, found.ids, found.versions, 60.0, passing=True)
     assert held.all()
+    assert pool.objects.leased_bytes == 0, "it is not part of what may be leased"
     assert pass_through(world, row, 3) == ["all_leased"]
     assert stored(pool, row, 1, 2) == [True, True]
     assert pool.leases.release(1, waiting.number)

@@ -10,6 +10,7 @@ import pytest
 import umbp
 from tests.field.people import all_leased, eventually
 from tests.pools import PoolProcess
+from umbp.client.arrivals import arrive
 from umbp.core.passage import passage_bytes
 from umbp.types import Tier, WriteStatus
 
@@ -68,3 +69,24 @@ def test_a_load_of_more_than_passes_at_once(server: PoolProcess, monkeypatch: py
             assert cache.has(range(COUNT), slots[:COUNT]).all()
             assert cache.untouched(slots[:COUNT])
             eventually(lambda: pool.status()["leases"] == held, "nothing that passed through is held")
+
+
+def test_a_load_of_what_passes_through_for_somebody_else(server: PoolProcess) -> None:
+    """The index shows such pages, and no lease holds them."""
+    cache, slots = cache_of(), slots_for(2, 2)
+    with umbp.connect(server.socket) as holder, umbp.connect(server.socket) as other, umbp.connect(server.socket) as pool:
+        space, keys = cache.namespace(pool), keys_of([0, 1])
+        with all_leased(holder, SIZE), umbp.Loader(space, cache.tensors) as loader:
+            theirs = cache.namespace(other)
+            arrivals = theirs.run(arrive(theirs.operations, keys, 60.0, ()))
+            try:
+                eventually(lambda: theirs.run(arrivals.look()) or len(arrivals.passing()), "one has come, and is not taken")
+                passing = arrivals.passing()
+                assert space.lookup(keys)[passing].all()
+                with space.lease(keys) as lease:
+                    assert not lease.held.any()
+                done = loader.load(keys[passing], slots[passing], deadline=60.0).finish()
+                assert done.missing.tolist() == [], done.reason
+                assert cache.has(passing, slots[passing]).all()
+            finally:
+                theirs.run(arrivals.end())

@@ -22,6 +22,7 @@ from umbp.client.link import Bond, Link
 from umbp.client.steps import Operation
 from umbp.core.claims import RING_AT, W_BEAT, W_END, W_FIRST
 from umbp.errors import LimitReached, Unavailable
+from umbp.store.index import W_OFFSET
 from umbp.store.memory import fence
 from umbp.types import I64, U64, Mask
 
@@ -101,7 +102,9 @@ class Claims:
                 self._end += len(ids)
                 words[W_END] = self._end
                 fence()
-                there: Mask = bond.index.versions_of(ids) == versions
+                # What passes through is held by no lease.
+                stays = bond.index.entries[ids, W_OFFSET] < bond.passage if bond.passage else ~nothing
+                there: Mask = (bond.index.versions_of(ids) == versions) & stays
         except Unavailable:
             return nothing
         self._claims.append(Claim(name, self._end))

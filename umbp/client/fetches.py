@@ -75,6 +75,7 @@ class Wanted:
     asked_lacks: int = 0  # and when it was asked last
     parts: list[tuple[int, slice]] = field(default_factory=list)  # number of each fetch, and which of the pages are its
     looked_at: float = 0.0
+    through: bool = False  # some of what came only passes through for somebody else
     seen: Mask = field(default_factory=lambda: np.zeros(0, bool))
     found: tuple[I64, Look] | None = None  # the pages that the last look found, and how
 
@@ -85,8 +86,9 @@ class Wanted:
 
     @property
     def refused(self) -> bool:
-        """Whether pages did not come though there is time: there was no room for them."""
-        return bool((self.status == ReadStatus.BUSY.value).any()) and time.monotonic() < self.give_up - ANSWER_SECONDS
+        """Whether pages did not come though there is time, or cannot stay: there is no room for them."""
+        busy = bool((self.status == ReadStatus.BUSY.value).any())
+        return (busy or self.through) and time.monotonic() < self.give_up - ANSWER_SECONDS
 
     def fresh(self) -> tuple[I64, Look | None]:
         """Indices of the caller's keys that have come since this was asked last; and how they were found, where one look found them."""
@@ -176,10 +178,10 @@ def _get_absent(operations: Operations, array: U8, rows: Rows, codes: U8, missin
 def hold(operations: Operations, keys: U8, seconds: float, stop: Callable[[], bool]) -> Operation[Wanted | None]:
     """Have these pages brought into DRAM and wait for it, or until ``stop``; they stay until `end`.
 
-    None if all are there, or can be had from nowhere else.
+    None if all are there, or can be had from nowhere else. What is there but only passes through for somebody else is not held: `refused`.
     """
     look = operations.look(keys) if operations.may_fetch and len(keys) else None
-    if look is None or look.found.hit.all():
+    if look is None or (look.found.hit & ~passing(look)).all():
         return None
     every = np.arange(len(keys))
     wanted = Wanted(every, np.full(len(keys), PENDING, np.uint8), time.monotonic() + seconds + ANSWER_SECONDS)
@@ -188,6 +190,8 @@ def hold(operations: Operations, keys: U8, seconds: float, stop: Callable[[], bo
         while not wanted.over and not stop():
             yield from wanted.pause()
             yield from wanted.look(operations, keys)
+        look = operations.look(keys)
+        wanted.through = look is not None and bool(passing(look).any())
     except UmbpError:
         pass
     except BaseException:

@@ -74,8 +74,8 @@ class Leases:
         mine = self.by_session.get(session, set())
         if len(mine) >= LEASES_PER_SESSION_MAX:
             raise LimitReached(f"this session holds {len(mine)} leases, the limit is {LEASES_PER_SESSION_MAX}: release some", field="lease")
-        added = int(objects.size[distinct[objects.leases[distinct] == 0]].sum())
-        if objects.leased_bytes + added > self.bytes_max and not passing:  # those have a share of their own
+        added = 0 if passing else int(objects.size[distinct[objects.leases[distinct] == 0]].sum())  # what passes has a share of its own
+        if objects.leased_bytes + added > self.bytes_max:
             raise LimitReached(
                 f"{objects.leased_bytes} bytes are leased, {added} more would pass the limit of {self.bytes_max}",
                 field="lease_share",

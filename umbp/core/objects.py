@@ -147,7 +147,7 @@ class Objects:
         self.free_ids = n
         self.accounts: dict[int, Account] = {}
         self.used_bytes = 0  # of objects in any state but FREE, unrounded
-        self.leased_bytes = 0  # of distinct leased objects
+        self.leased_bytes = 0  # of distinct leased objects, but for those that only pass through
         self.counts = [n, 0, 0, 0, 0]  # entries by state
         self.protected = 0  # LIVE entries with a lease or a pin
         self.stored_keys = 0
@@ -348,7 +348,7 @@ class Objects:
         fresh = ids[self.leases[ids] == 0]
         self.leases[ids] += 1
         self.protected += int(np.count_nonzero(bare))
-        added = int(self.size[fresh].sum())
+        added = int(self.size[fresh[~self.passing(fresh)]].sum())
         self.leased_bytes += added
         return added
 
@@ -357,7 +357,7 @@ class Objects:
         self.leases[ids] -= 1
         assert (self.leases[ids] >= 0).all(), "released more often than leased"
         last = ids[self.leases[ids] == 0]
-        self.leased_bytes -= int(self.size[last].sum())
+        self.leased_bytes -= int(self.size[last[~self.passing(last)]].sum())
         live = self.state[last] == LIVE
         self.protected -= int(np.count_nonzero(self.pins[last[live]] == 0))
         gone = last[~live]
@@ -448,7 +448,8 @@ class Objects:
         assert (self.leases[(self.state != LIVE) & (self.state != ZOMBIE)] == 0).all()
         assert (self.leases[self.state == ZOMBIE] > 0).all()
         assert (self.pins[self.state != LIVE] == 0).all()
-        assert self.leased_bytes == int(self.size[self.leases > 0].sum())
+        leased = np.flatnonzero(self.leases > 0)
+        assert self.leased_bytes == int(self.size[leased[~self.passing(leased)]].sum())
         assert self.protected == int(np.count_nonzero((self.state == LIVE) & ((self.leases > 0) | (self.pins > 0))))
         for account in self.accounts.values():
             assert account.live_keys == len(self.live_ids(account.row)), f"keys of row {account.row}"
