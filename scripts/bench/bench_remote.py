@@ -1,12 +1,14 @@
 """Pages of another node: a get over loopback TCP, beside a plain copy between two processes and Mooncake Store: one JSON line a row.
 
-    python scripts/bench/bench_remote.py [--repeats 7] [--mooncake FOLDER]
+    python scripts/bench/bench_remote.py [--repeats 7] [--mooncake FOLDER] [--fetch copy]
 
 A master and two pools, all real processes; the client is of the second pool, the pages are on the first. Before each get the second pool
 forgets them (not timed); a get is from the call until the pages are in the caller's memory. The floor is what two processes can do at all:
 `sendfile` out of a file in shared memory, `recv_into` shared memory, one connection, no checksums, no copy to a caller. ``ratio`` is ours
-over the other's in bytes a second. With --mooncake (an environment as `bench_mooncake.py` makes one) the same gets by Mooncake Store, its
-segment in another process, reached by TCP.
+over the other's in bytes a second; ``fetch`` the second pool's policy, which is to keep what came unless --fetch says otherwise. With
+--mooncake (an environment as `bench_mooncake.py` makes one) the same gets by Mooncake Store, its segment in another process, reached by
+TCP; ``plain_copy_ratio`` is then what the floor of the row before made of Mooncake's rate: a target above it is out of reach of one
+connection and no work at all.
 """
 
 from __future__ import annotations
@@ -121,7 +123,8 @@ class Subject:
             client.close()
 
 
-def against_the_floor(subject: Subject, repeats: int, at_least: float, pids: list[int]) -> None:
+def against_the_floor(subject: Subject, repeats: int, at_least: float, pids: list[int], fetch: str) -> float:
+    """Seconds of a plain copy."""
     floor = Floor(WORKING_SET)
     total = subject.size * subject.batch
 
@@ -133,12 +136,13 @@ def against_the_floor(subject: Subject, repeats: int, at_least: float, pids: lis
         wait_until_quiet()
         sides = in_turns(repeats, subject.get, copy, machine=machine)
         row = compared(*sides, bytes_a_call=total, at_least=at_least)
-        emit(bench="remote", beside="plain copy", size=subject.size, batch=subject.batch, **row, foreign_cpu=machine.kept)
+        emit(bench="remote", beside="plain copy", size=subject.size, batch=subject.batch, fetch=fetch, **row, foreign_cpu=machine.kept)
+        return sides[1].percentile(0.5)
     finally:
         floor.close()
 
 
-def against_mooncake(subject: Subject, peer: Peer, repeats: int, at_least: float, pids: list[int]) -> None:
+def against_mooncake(subject: Subject, peer: Peer, repeats: int, at_least: float, pids: list[int], fetch: str, plain: float) -> None:
     shape = {"size": subject.size, "batch": subject.batch}
     peer.ask(op="put", **shape)
 
@@ -150,13 +154,15 @@ def against_mooncake(subject: Subject, peer: Peer, repeats: int, at_least: float
     sides = in_turns(repeats, subject.get, get, machine=machine)
     row = compared(*sides, bytes_a_call=subject.size * subject.batch, at_least=at_least)
     fields = {name.replace("floor_", "mooncake_"): value for name, value in row.items()}
-    emit(bench="remote", beside="Mooncake Store", **shape, **fields, foreign_cpu=machine.kept)
+    fields["plain_copy_ratio"] = round(sides[1].percentile(0.5) / plain, 3)
+    emit(bench="remote", beside="Mooncake Store", **shape, fetch=fetch, **fields, foreign_cpu=machine.kept)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--mooncake", type=Path, help="the environment that has Mooncake")
+    parser.add_argument("--fetch", default="copy", choices=("copy", "promote", "pass_through"), help="the policy of the pool that reads")
     parser.add_argument("--floor", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.floor:
@@ -164,15 +170,16 @@ def main() -> None:
         return
     with contextlib.ExitStack() as stack:
         master = stack.enter_context(MasterProcess())
-        pools = (stack.enter_context(master.pool(dram="1GiB")), stack.enter_context(master.pool(dram="1GiB")))
+        first, second = (stack.enter_context(master.pool(*options, dram="1GiB")) for options in ((), ("--fetch", arguments.fetch)))
+        pools = (first, second)
         master.synced(*pools)
         pids = [master.pid, *(pool.pid for pool in pools)]
         for size, batch, of_floor, of_mooncake in SHAPES:
             subject = Subject(master, pools, size, batch)
-            against_the_floor(subject, arguments.repeats, of_floor, pids)
+            plain = against_the_floor(subject, arguments.repeats, of_floor, pids, arguments.fetch)
             if arguments.mooncake:
                 with Peer(environment(arguments.mooncake), "remote", WORKING_SET) as peer:
-                    against_mooncake(subject, peer, arguments.repeats, of_mooncake, pids)
+                    against_mooncake(subject, peer, arguments.repeats, of_mooncake, pids, arguments.fetch, plain)
             subject.close()
 
 

@@ -165,7 +165,6 @@ class Caller:
         self._server = server
         self._socket = connection
         self._rest = start
-        self._is_near = connection.getpeername()[0] == connection.getsockname()[0]
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def serve(self) -> None:
@@ -255,7 +254,7 @@ class Caller:
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {FRAME_TYPE}\r\nContent-Length: {length}\r\n\r\n"
         self._all(head.encode() + frame, deadline, more=pages_bytes > 0)
         if pages_bytes:
-            if self._is_near:
+            if self._socket.getpeername()[0] == self._socket.getsockname()[0]:  # on this host
                 self._copy(grant, deadline)
             else:
                 for offset, size in grant.runs():
