@@ -61,11 +61,10 @@ class SsdSource:
         """See `umbp.pool.sources.Source`."""
         tier, size = self.side.tier, space.object_bytes
         place = place_word(space.number, size)
-        before = tier.catalog.find(place, keys)
-        sums = np.where(before.hit, tier.catalog.whole[np.where(before.hit, before.ids, 0)], 0).astype(np.uint64)
         bodies, straight = _bodies(data, offsets, size)
+        sums = np.zeros(len(keys), np.uint64)
         began = self.side.now()
-        codes = await self.side.walk(tier.read_steps(began, place, keys, bodies, straight=straight))
+        codes = await self.side.walk(tier.read_steps(began, place, keys, bodies, straight=straight, sums=sums))
         status = np.where(codes == ReadStatus.BUSY, ReadStatus.FAILED, codes).astype(np.uint8)
         hit = status == ReadStatus.HIT
         status[hit & ~tier.find(place, keys)] = ReadStatus.MISS  # removed meanwhile

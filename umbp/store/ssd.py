@@ -150,16 +150,19 @@ class SsdTier:
 
     # -- reading -----------------------------------------------------------------------------------------------------------------------
 
-    def read_steps(self, now: float, place: np.uint64, keys: U8, out: list[memoryview], *, straight: bool, asked: bool = True) -> Steps[U8]:
+    def read_steps(
+        self, now: float, place: np.uint64, keys: U8, out: list[memoryview], *, straight: bool, asked: bool = True, sums: U64 | None = None
+    ) -> Steps[U8]:
         """Read whole pages; one `ReadStatus` an item (BUSY: its disk hangs). Ends when nothing writes to ``out`` any more.
 
-        ``straight``: `takes_direct` holds for every buffer. ``asked``: somebody wants them, which counts.
+        ``straight``: `takes_direct` holds for every buffer. ``asked``: somebody wants them, which counts. ``sums`` (n,) gets the sum that
+        each page has in DRAM, where it is known.
         """
 
         def job(drive: Drive, file: SegmentFile, where: Where, run: I64, buffers: list[memoryview]) -> Future[U8]:
             return drive.read(now, read_run, drive.system, file.fd, drive.folder.direct, where.pages.only(run), buffers, straight)
 
-        return (yield from self._read(now, place, keys, out, job, asked=asked))
+        return (yield from self._read(now, place, keys, out, job, asked, sums))
 
     def read_part_steps(self, now: float, place: np.uint64, keys: U8, start: int, stop: int, out: list[memoryview]) -> Steps[U8]:
         """Read bytes [start, stop) of pages, verified by the sums of their pieces; one `ReadStatus` an item."""
@@ -168,18 +171,20 @@ class SsdTier:
             direct, pages, back = drive.folder.direct, where.pages.only(run), where.back[run]
             return drive.read(now, read_parts, drive.system, file.fd, file.number, direct, pages, back, start, stop, buffers)
 
-        return (yield from self._read(now, place, keys, out, job))
+        return (yield from self._read(now, place, keys, out, job, True, None))
 
     def _read(
-        self, now: float, place: np.uint64, keys: U8, out: list[memoryview], ask: Callable[..., Future[U8]], *, asked: bool = True
+        self, now: float, place: np.uint64, keys: U8, out: list[memoryview], ask: Callable[..., Future[U8]], asked: bool, sums: U64 | None
     ) -> Steps[U8]:
         status = np.full(len(keys), ReadStatus.MISS, np.uint8)
         found = self.catalog.find(place, keys)
         if asked:
-            self.catalog.touch(now, place, keys)
+            self.catalog.touch(now, place, keys, found=found)
         which = np.flatnonzero(found.hit)
         if not len(which):
             return status
+        if sums is not None:
+            sums[which] = self.catalog.whole[found.ids[which]]
         where = self.catalog.where(place, found, which)
         status[which] = ReadStatus.BUSY
         jobs: list[Job] = []
@@ -423,7 +428,7 @@ class SsdTier:
         waiting: list[Future[Any]] = list({part.ended: None for (mine, _), part in self.writing.items() if mine == number})
         for drive in self.drives:
             if drive.state != AWAY:
-                waiting.append(self.name_on(now, drive, digest) or drive.write(now, _nothing))
+                waiting.append(self.name_on(now, drive, digest) or drive.write(now, lambda: None))
         if waiting:
             yield waiting
         _raise_first(waiting)
@@ -480,10 +485,6 @@ class SsdTier:
         """The invariants: slow."""
         self.ledger.check()
         assert (self.ledger.pending_bytes > 0) == bool(self.writing)
-
-
-def _nothing() -> None:
-    """Done when the disk has done all that it was given before."""
 
 
 def _raise_first(futures: list[Future[Any]]) -> None:

@@ -153,16 +153,23 @@ class Catalog:
         return shown
 
     def touch(
-        self, now: float, place: np.uint64, keys: U8, requests: Sequence[tuple[int, int]] = (), admission: AdmissionPolicy | None = None
+        self,
+        now: float,
+        place: np.uint64,
+        keys: U8,
+        requests: Sequence[tuple[int, int]] = (),
+        admission: AdmissionPolicy | None = None,
+        *,
+        found: Found | None = None,
     ) -> I64:
         """These keys were asked for; the ids of those that are here, -1 for the others.
 
         ``requests``: how many of the keys belong to each, and its conversation or 0, where it was not one request. ``admission`` is told
-        too.
+        too. ``found``: what `find` says of them now, if that is known.
         """
         words = key_words(keys)
         prints = hashes(words, place & LOW, self.table.seed)
-        found = self.table.find(words, int(place & LOW), place, prints)
+        found = found or self.table.find(words, int(place & LOW), place, prints)
         ids = np.where(found.hit, found.ids, -1)
         self.accessed_at[ids[found.hit]] = now
         at, known = 0, ids.astype(np.int32)

@@ -36,7 +36,7 @@ class PieceReader:
     def __init__(self, tier: SsdTier, now: float, place: np.uint64, keys: U8, out: list[memoryview], *, straight: bool) -> None:
         self.tier, self._out, self._straight = tier, out, straight
         found = tier.catalog.find(place, keys)
-        tier.catalog.touch(now, place, keys)
+        tier.catalog.touch(now, place, keys, found=found)
         self.which = np.flatnonzero(found.hit)  # of the keys, those that are listed: what all arrays below are about
         self.status = np.where(found.hit, ReadStatus.HIT, ReadStatus.MISS).astype(np.uint8)
         self.wholes = np.zeros(len(keys), np.uint64)  # the sum that each has in DRAM, 0 where it is not known
