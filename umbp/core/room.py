@@ -161,6 +161,11 @@ class Room:
         account.evicted_for_quota_keys += gone
         return gone
 
+    @property
+    def pressed(self) -> bool:
+        """Whether more is used than eviction ahead of need allows: its next slice should not wait."""
+        return self.used_share() > self.watermarks.high
+
     def used_share(self) -> float:
         """Of bytes or of keys, whichever is more; 0 to 1."""
         objects = self.objects

@@ -70,6 +70,7 @@ from umbp.types import I64, U64
 log = logging.getLogger("umbp.pool")
 STOP_SECONDS_MAX = 5.0
 TICK_SECONDS = 0.05
+BETWEEN_SECONDS = 0.02  # two rounds of looking after everything, half a millisecond each, but where writers wait for room
 HTTP_CONNECTIONS_MAX = 1024
 
 
@@ -332,9 +333,12 @@ class PoolServer:
             if busy:
                 await asyncio.sleep(0)  # requests come in between two slices
                 continue
+            done = self.now()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_SECONDS):
                     await self._wake.wait()
+            if not self.pool.room.pressed and (early := done + BETWEEN_SECONDS - self.now()) > 0:
+                await asyncio.sleep(early)
             self._wake.clear()
 
     async def _heed_notes(self) -> None:

@@ -13,7 +13,7 @@ A page that fails in any stage is tried elsewhere at once, into the same memory,
 (`umbp.pool.elsewhere`); nobody has it, or another page than the disk's: then it has failed for who waits. What is whole of a part is
 committed when its last stage is read; the part is over when all of its pages are.
 
-Several loads share a disk fairly: each read of `Source.read_bytes_max` at most takes its turn (`umbp.pool.places`), stage by stage. A disk
+Several loads share a disk fairly: each read of `READ_BYTES_MAX` at most takes its turn (`umbp.pool.places`), stage by stage. A disk
 that hangs keeps its turn, and the pages; who waits has its deadline. Nobody reads on for nobody: a stage is not begun when the last who
 waits has gone.
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("umbp.pool.staged")
 SHARE = 2
+READ_BYTES_MAX = 16 << 20  # of one stage: four threads of a disk, each a run of 4 MiB, and what comes first is there within some 10 ms
 PARTS_MAX = 16  # at a time; each has some of the reservations that the pool may have
 
 
@@ -133,7 +134,7 @@ class Staged:
         alive: Mask = np.ones(len(which), bool)
         for number, step in enumerate(todo):
             each = sum(stop - start for start, stop in step.spans)
-            count = max(1, part.source.read_bytes_max // each)
+            count = max(1, min(READ_BYTES_MAX, part.source.read_bytes_max) // each)
             left = np.flatnonzero(alive)
             chunks = [left[start : start + count] for start in range(0, len(left), count)]
             reads = (self._read(batch, part, reading, step, chunk, which, rooms.ids) for chunk in chunks)
