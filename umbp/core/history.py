@@ -32,7 +32,7 @@ from umbp.store.index import IndexWriter, hashes, key_words, place_word
 from umbp.types import I64, KEY_BYTES, U8, U64
 
 SLICE_KEYS = 2048  # looked up in one go: 0.3 ms in warm memory, 1 ms in cold
-SLICE_REQUESTS = 16  # told to the policies in one go, at 30 us and more each
+SLICE_REQUESTS = 8  # told to the policies in one go, at 30 us and more each
 BYTES_MAX = 16 << 20  # of keys that wait: half a second of work
 REQUESTS_MAX = 16_384  # that wait
 

@@ -147,7 +147,9 @@ class Room:
             return 0
         excess_keys = objects.capacity - objects.free_ids - int(self.watermarks.low * objects.capacity)
         excess_bytes = objects.allocated_bytes() - int(self.watermarks.low * capacity)
-        victims = self._choose(now, SLICE_KEYS, grace=True)
+        average = max(1, objects.used_bytes // max(1, objects.capacity - objects.free_ids))
+        count = min(SLICE_KEYS, max(excess_keys, -(-excess_bytes // average)) + 8)  # asking for more costs as much as finding more
+        victims = self._choose(now, count, grace=True)
         enough = np.cumsum(objects.size[victims]) - objects.size[victims] < excess_bytes
         enough |= np.arange(len(victims)) < excess_keys
         gone = objects.hide(victims[enough], evicted=True)

@@ -45,6 +45,7 @@ from umbp.pool.places import Places
 from umbp.pool.rooms import Rooms
 from umbp.pool.sources import Offer, Ranged, Source, Space, Taken
 from umbp.pool.staged import Staged, checked_stages
+from umbp.pool.turns import Turns
 from umbp.store.bell import Bell
 from umbp.store.checksums import checksums
 from umbp.transport.base import Lingering
@@ -76,6 +77,7 @@ class Fetching:
         wake: Callable[[], None],
         sources: Sequence[Source],
         policy: str = "copy",
+        turns: Turns | None = None,
     ) -> None:
         """``bell``: the segment's; rung for clients whose pages have come, or are not coming. ``policy``: see `umbp.pool.keeping`."""
         self.pool = pool
@@ -84,6 +86,7 @@ class Fetching:
         self.now = now
         self.wake = wake
         self.sources = list(sources)
+        self.turns = turns or Turns()
         self.fetches = Fetches()
         self.counts = {source.name: SourceCounts() for source in self.sources}
         self.places = Places(now)
@@ -322,6 +325,7 @@ class Fetching:
             return await self.staged.take(batch, space, part, codes)
         place = self.places.of(part.offer.place)
         async with place.turns, self.reads:
+            await self.turns.wait()
             now = self.now()
             if self.places.is_suspect(part.offer.place):  # it failed while this part waited for its turn
                 return Left(part.which, part.which[:0])
@@ -387,6 +391,7 @@ class Fetching:
         began, lingers = self.now(), None
         try:
             async with asyncio.timeout(deadline - began + 0.5):  # a source bounds itself; this is for one that does not
+                await self.turns.wait()
                 taken = await part.source.read(space, part.offer, batch.keys[which], self.data, rooms.offsets, deadline, store)
             good, sums = await self._whole(taken, rooms.offsets, space.object_bytes)
             if same is not None:

@@ -63,6 +63,10 @@ class Fetched(Protocol):
     def seconds(self) -> float: ...
 
 
+async def _at_once() -> None:
+    """No turn is waited for."""
+
+
 class Reporter:
     """Speaks for one pool. ``ports`` are the masters in the order they are tried; ``tiers()`` says how full each tier is."""
 
@@ -75,6 +79,7 @@ class Reporter:
         self.dram = DramKeys(pool)
         self.keeps: list[Keeps] = [self.dram]
         self.measure: Callable[[], Sequence[Fetched]] = tuple  # what fetches took since this was asked last
+        self.turn: Callable[[], Awaitable[None]] = _at_once  # waited for before a bundle is made
         self.registration = 0  # 0: not a member
         self.draining = False
         self.warnings: list[str] = []
@@ -288,6 +293,7 @@ class Reporter:
 
     async def _tell_changes(self, registration: int) -> None:
         """One bundle, or a few where there are very many namespaces."""
+        await self.turn()
         outbox = self.pool.objects.outbox
         changes = outbox.take(PIECE_KEYS, self.dram.visible)
         for told in self._told(changes):

@@ -62,6 +62,7 @@ from umbp.pool.sources import Source
 from umbp.pool.ssd import SsdSide
 from umbp.pool.ssd_source import SsdSource
 from umbp.pool.sums import Summer
+from umbp.pool.turns import Turns
 from umbp.store import segment as segments
 from umbp.transport.nixl import NixlAgent
 from umbp.transport.sending import FIRST_LINE, PageServer
@@ -93,6 +94,7 @@ class PoolServer:
         self.metrics = Metrics(self._readings)
         self.http = config.http
         self.socket = config.socket
+        self.turns = Turns()
         self._wake = asyncio.Event()
         self._noted = asyncio.Event()
         self._stop = asyncio.Event()
@@ -270,14 +272,17 @@ class PoolServer:
         rounds = self.segment.words[segments.H_ROUNDS : segments.H_ROUNDS + 1]
         self.meetings = Meetings(Groups(self.pool.leases, self.pool.scratch, rounds), self.now)
         self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
+        self.cluster.reporter.turn = self.turns.wait
         self.agent = NixlAgent(f"{self.name}-{self.boot}", self.segment.data.array) if config.transport == "nixl" else None
         self.sources += self.cluster.sources(self.agent)
         if ssd:
-            self.ssd = SsdSide(config, self.pool, self.segment.data.array, self.now)
+            self.ssd = SsdSide(config, self.pool, self.segment.data.array, self.now, turns=self.turns)
             self.sources.insert(0, SsdSource(self.ssd))
             self.cluster.more_tiers.append(self.ssd.capacity)
             self.cluster.reporter.keeps.append(self.ssd.keys)
-        self.fetching = Fetching(self.pool, self.segment.data.array, self.segment.bell(), self.now, self.wake, self.sources, config.fetch)
+        self.fetching = Fetching(
+            self.pool, self.segment.data.array, self.segment.bell(), self.now, self.wake, self.sources, config.fetch, self.turns
+        )
         self.cluster.copies_by(self.fetching)
         self.shelf = PoolShelf(self.name, self.pool, self.segment, self.make_sums, self.fetching.bring)
         windows = {"nixl": self.agent} if self.agent else {}
@@ -325,13 +330,14 @@ class PoolServer:
                 said = faults
                 log.error("%s", "; ".join(faults) or "policies are well again")
             busy = self.pool.tick(self.now())
+            await self.turns.wait()
             self.owners.sweep()
             self.fetching.tick(self.now())
             if self.ssd:
                 self.ssd.tick(self.now())
             self.cluster.reporter.wake()  # of what was evicted
             if busy:
-                await asyncio.sleep(0)  # requests come in between two slices
+                await self.turns.wait()
                 continue
             done = self.now()
             with contextlib.suppress(TimeoutError):
@@ -340,13 +346,14 @@ class PoolServer:
             if not self.pool.room.pressed and (early := done + BETWEEN_SECONDS - self.now()) > 0:
                 await asyncio.sleep(early)
             self._wake.clear()
+            await self.turns.wait()
 
     async def _heed_notes(self) -> None:
         while True:
             await self._noted.wait()
             self._noted.clear()
-            while self.pool.history.heed(self.now()):  # noqa: ASYNC110 - it is work, not waiting
-                await asyncio.sleep(0)  # requests come in between two slices
+            while self.pool.history.heed(self.now()):
+                await self.turns.wait()
 
     # -- connections -------------------------------------------------------------------------------------------------------------------
 

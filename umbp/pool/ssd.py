@@ -40,6 +40,7 @@ from umbp.master.protocol import Capacity
 from umbp.pool.ssd_moving import SsdMoving
 from umbp.pool.ssd_policies import SsdPolicies
 from umbp.pool.ssd_queue import WriteQueue
+from umbp.pool.turns import Turns
 from umbp.store.index import W_PLACE, W_SUM, W_VERSION, place_word
 from umbp.store.ssd import Batch, SsdTier
 from umbp.store.ssd_cleaning import clean_steps, wanted
@@ -59,9 +60,8 @@ BATCH_BYTES_MAX = 32 << 20  # held in DRAM while it is written: 20 ms of a fast 
 HELD_SHARE = 8  # and at most one in this many bytes of the pool, over all batches
 BATCH_PAGES_MAX = 256  # 2 ms of the event loop before they are on their way, and 2 ms after
 BATCHES_MORE = 1
-NOTES_MAX = 128  # of requests whose keys are still to be looked at, some in each; the oldest are forgotten
-NOTE_KEYS, NOTE_REQUESTS = 2048, 16  # are looked at together: some 0.3 ms
-NOTES_SECONDS = 0.0005  # for them in one go
+NOTES_MAX = 512  # of requests whose keys are still to be looked at, some in each; the oldest are forgotten
+NOTE_KEYS, NOTE_REQUESTS = 1024, 4  # are looked at together, and others have their turn: some 0.3 ms
 WATCH_SECONDS = 1.0
 CLEAN_SECONDS = 0.2
 OPEN_SECONDS_MAX = 15.0  # a disk that takes longer is opened while the pool serves already
@@ -129,8 +129,11 @@ class SsdKeys:
 class SsdSide:
     """The tier and its tasks in one pool process; without folders it does nothing."""
 
-    def __init__(self, config: PoolConfig, pool: Pool, data: U8, now: Callable[[], float], system: System | None = None) -> None:
+    def __init__(
+        self, config: PoolConfig, pool: Pool, data: U8, now: Callable[[], float], system: System | None = None, turns: Turns | None = None
+    ) -> None:
         self.config, self.pool, self.now = config, pool, now
+        self.turns = turns or Turns()
         self.data, self._view = data, memoryview(data.data)
         self.policy = config.ssd_policy
         self.drives = [
@@ -158,7 +161,7 @@ class SsdSide:
         slots = len(self.drives) + BATCHES_MORE
         self.batch_bytes = min(BATCH_BYTES_MAX * len(self.drives), pool.objects.allocator.capacity_bytes // (HELD_SHARE * slots))
         self.slots = asyncio.Semaphore(slots)
-        self._more = asyncio.Event()
+        self._more, self._noted = asyncio.Event(), asyncio.Event()
         self._notes: deque[tuple[int, U8, Sequence[tuple[int, int]]]] = deque(maxlen=NOTES_MAX)
         self._counted_at = float("-inf")
         self.keys = SsdKeys(self.table.writer.entries)
@@ -229,8 +232,10 @@ class SsdSide:
                     cancelled = error
                 if self.stopping and cancelled and not over.done():
                     raise cancelled  # the disk hangs, and the process is about to end: nobody uses that memory any more
-            if not at:
-                await asyncio.sleep(0)  # only for others to have their turn
+            try:
+                await self.turns.wait()
+            except asyncio.CancelledError as error:
+                cancelled = error
             at = _advance(steps)
         if cancelled is not None:
             raise cancelled
@@ -255,6 +260,7 @@ class SsdSide:
     async def run(self) -> None:
         """For ever."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._look_at_notes())
             for drive in self.drives:
                 tasks.create_task(self._look_after(drive))
             for moving in self.moving.tasks():
@@ -313,11 +319,18 @@ class SsdSide:
             if number == len(requests) or at >= NOTE_KEYS or number - first >= NOTE_REQUESTS:
                 self._notes.append((row, keys[:at], requests[first:number]))
                 keys, at, first = keys[at:], 0, number
+        self._noted.set()
 
-    def _look_at_notes(self) -> None:
-        began = self.now()
-        while self._notes and self.now() < began + NOTES_SECONDS:
-            self._note(began, *self._notes.popleft())
+    async def _look_at_notes(self) -> None:
+        while True:
+            await self._noted.wait()
+            self._noted.clear()
+            while self._notes:
+                try:
+                    self._note(self.now(), *self._notes.popleft())
+                except Exception:  # our own fault: the pool goes on
+                    log.exception("requests were not looked at")
+                await self.turns.wait()
 
     def _note(self, now: float, row: int, keys: U8, requests: Sequence[tuple[int, int]]) -> None:
         state = self.pool.namespaces.get(row)
@@ -418,7 +431,6 @@ class SsdSide:
 
     def tick(self, now: float) -> None:
         """Let time pass."""
-        self._look_at_notes()
         self.committed()
         if self.policy == "on_evict":
             self._demote(now)

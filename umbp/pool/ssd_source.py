@@ -65,6 +65,7 @@ class SsdSource:
         sums = np.zeros(len(keys), np.uint64)
         began = self.side.now()
         codes = await self.side.walk(tier.read_steps(began, place, keys, bodies, straight=straight, sums=sums))
+        await self.side.turns.wait()
         status = np.where(codes == ReadStatus.BUSY, ReadStatus.FAILED, codes).astype(np.uint8)
         hit = status == ReadStatus.HIT
         status[hit & ~tier.find(place, keys)] = ReadStatus.MISS  # removed meanwhile
