@@ -112,6 +112,7 @@ def test_a_client_that_is_stopped_keeps_the_others_waiting_for_a_moment_only(ser
 def test_who_does_not_take_pages_so_is_told_that_there_is_no_room(server: PoolProcess) -> None:
     with umbp.connect(server.socket) as holder, umbp.connect(server.socket) as client, all_leased(holder, SIZE):
         space = open_namespace(client, SIZE)
+        eventually(lambda: (space.locate(keys_of(*range(4))) == Tier.SSD).all(), "nothing of before is passing through any more")
         space.prefetch(keys_of(*range(4)), request_id="full")
         done = eventually(lambda: (now := space.prefetch_status("full")).over and now, "it is over")
         assert not done.there.any()
