@@ -461,3 +461,35 @@ async def test_a_namespace_that_was_closed_says_so_and_can_be_opened_again(space
     assert (await again.get(keys_of(1, 2, 3), out)).all(ReadStatus.HIT)
     assert (out == values_of([1, 2, 3], SIZE)).all()
     assert await sessions() == 1
+
+
+@pytest.mark.parametrize("when", ["opening", "its turn", "closing"])
+async def test_opening_or_closing_that_is_cancelled_leaves_nothing_open(
+    aio: umbp.AsyncPool, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenant = f"cancelled in {when}"
+    space = None if when == "opening" else await _open(aio, tenant)
+    reached, go, call = asyncio.Event(), asyncio.Event(), aio.call
+
+    async def slow(step: Any) -> Any:
+        result = await call(step)
+        if not reached.is_set():
+            reached.set()
+            await go.wait()
+        return result
+
+    monkeypatch.setattr(aio, "call", slow)
+    first = asyncio.ensure_future(_open(aio, "before it")) if when == "its turn" else None
+    if first is not None:
+        await reached.wait()
+    task: asyncio.Task[Any] = asyncio.ensure_future(_open(aio, tenant) if space is None else space.close())
+    await (reached.wait() if first is None else asyncio.sleep(0))
+    task.cancel()
+    await asyncio.sleep(0)
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    if first is not None:
+        await first
+    rows = (await aio.status())["namespaces"]
+    assert [each["sessions"] for each in rows if each["identity"]["tenant"] == tenant] in ([], [0])

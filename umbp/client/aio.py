@@ -22,7 +22,7 @@ from umbp.client.lease import Lease
 from umbp.client.link import ClientStatistics, Link
 from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations, open_or_raise
-from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, drive
+from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, drive, ended
 from umbp.client.sync import CLOSE_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
@@ -152,7 +152,7 @@ class AsyncPool:
         async with self._opening:
             opened = self._link.opened({"model": model, "page_tokens": page_tokens, "layout": layout, **identity})
             if opened not in self._link.namespaces:
-                await drive(self._link.open_namespace(opened), self)
+                await drive(self._link.open_namespace(opened), self, lambda _: self._link.let_go_of(opened))
                 self._link.namespaces.append(opened)
             opened.users += 1
         return AsyncNamespace(self, opened)
@@ -287,11 +287,17 @@ class AsyncNamespace:
         return open_or_raise(self._while_open)
 
     async def close(self) -> None:
-        """Let go of it, as `umbp.client.sync.Namespace.close`."""
+        """Let go of it, as `umbp.client.sync.Namespace.close`. Goes on to its end even if its task is cancelled."""
         if self._while_open is not None:
             self._while_open = None
-            async with self._pool._opening:
-                await drive(self._pool._link.close_namespace(self._opened), self._pool)
+            closing = asyncio.ensure_future(self._close())
+            if (cancelled := await ended(closing)) is not None:
+                raise cancelled
+            closing.result()
+
+    async def _close(self) -> None:
+        async with self._pool._opening:
+            await drive(self._pool._link.close_namespace(self._opened), self._pool)
 
     async def put(self, keys: Any, values: Any, *, parent: bytes | None = None) -> Statuses:
         """Store pages: one `WriteStatus` an item."""

@@ -218,6 +218,10 @@ class Link:
         if opened.users or opened not in self.namespaces:
             return
         self.namespaces.remove(opened)
+        yield from self.let_go_of(opened)
+
+    def let_go_of(self, opened: Opened) -> Operation[None]:
+        """Nobody here has it open: tell the pool."""
         with contextlib.suppress(Unavailable):  # then the pool has forgotten it with the session
             yield from self.take_notes()  # before its row may be another's
             while opened.spares:

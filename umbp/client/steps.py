@@ -140,7 +140,7 @@ async def drive(operation: Operation[T], caller: AsyncCaller, undo: Callable[[T]
         try:
             if isinstance(step, Call):
                 answer = asyncio.ensure_future(caller.call(step))
-                cancelled = await _ended(answer)
+                cancelled = await ended(answer)
                 result = answer.result()
             else:
                 result = await _step(step, caller)
@@ -148,7 +148,7 @@ async def drive(operation: Operation[T], caller: AsyncCaller, undo: Callable[[T]
             error = raised
 
 
-async def _ended(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+async def ended(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
     """Wait until it is done, whatever else comes; a cancellation of this task that came meanwhile."""
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
@@ -169,7 +169,7 @@ async def _step(step: Send | Work | Pause | Listen, caller: AsyncCaller) -> Any:
     if step.size_bytes <= INLINE_BYTES_MAX:
         return step.function()
     work = asyncio.get_running_loop().run_in_executor(None, step.function)
-    if (cancelled := await _ended(work)) is not None:  # the thread was using the caller's memory until now
+    if (cancelled := await ended(work)) is not None:  # the thread was using the caller's memory until now
         raise cancelled
     return work.result()
 
