@@ -59,7 +59,8 @@ ATTEMPTS = 2
 READ_SECONDS_MAX = 2.0  # what takes longer is of no use to a prefill
 FIRST_SHARE = 0.6  # of the time that is left, for the first attempt
 SUSPECT_FROM_SECONDS = 0.2  # who was given less time than this, or has brought some of it, is not to blame for being late
-OFFERS_SECONDS_MAX = 0.25  # nobody's pages wait longer than this for a source that does not say what it has
+OFFERS_SECONDS = 0.25  # pages wait this long for a source that does not say what it has,
+OFFERS_SHARE = 1 / 16  # or for this share of a caller's time, if that is longer
 LOCATE_SECONDS_MAX = 0.1
 WRITER_SECONDS = (0.001, 0.02)  # between two looks whether another writer is done: first, longest
 PEERS = -1  # of all peers' orders together
@@ -279,7 +280,8 @@ class Fetching:
     def offers_until(self, batch: Batch, share: float = 1.0) -> float:
         """How long sources may take to say what they have, of this share of the time that is left."""
         now = self.now()
-        return now + min(share * max(0.0, batch.deadline - now), OFFERS_SECONDS_MAX)
+        left = max(0.0, batch.deadline - now)
+        return now + min(share * left, max(OFFERS_SECONDS, OFFERS_SHARE * left))
 
     async def offers(
         self, space: Space, keys: U8, exclude: frozenset[str], deadline: float, *, peek: bool = False, far: bool = True
