@@ -36,12 +36,12 @@ import numpy as np
 from umbp.core.fetches import Batch, Fetches, Ticket
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
-from umbp.errors import LimitReached, UmbpError
+from umbp.errors import DeadlineExceeded, LimitReached, UmbpError
 from umbp.pool.elsewhere import Same
 from umbp.pool.keeping import Keeping
 from umbp.pool.parts import Left, Part, SourceCounts, names
 from umbp.pool.passing import Passing
-from umbp.pool.places import Places
+from umbp.pool.places import SUSPECT_FROM_SECONDS, Places
 from umbp.pool.rooms import Rooms
 from umbp.pool.sources import Offer, Ranged, Source, Space, Taken
 from umbp.pool.staged import Staged, checked_stages
@@ -58,7 +58,6 @@ PART_SHARE = 16  # a part takes at most one in this many bytes of the pool
 ATTEMPTS = 2
 READ_SECONDS_MAX = 2.0  # what takes longer is of no use to a prefill
 FIRST_SHARE = 0.6  # of the time that is left, for the first attempt
-SUSPECT_FROM_SECONDS = 0.2  # who was given less time than this, or has brought some of it, is not to blame for being late
 OFFERS_SECONDS = 0.25  # pages wait this long for a source that does not say what it has,
 OFFERS_SHARE = 1 / 16  # or for this share of a caller's time, if that is longer
 LOCATE_SECONDS_MAX = 0.1
@@ -289,12 +288,16 @@ class Fetching:
         """Of all sources, the cheapest a page first. A source that fails or is late offers nothing."""
 
         async def ask(source: Source) -> list[tuple[Source, Offer]]:
-            if self.places.is_suspect(source.name):
+            seconds = max(0.0, deadline - self.now())
+            if self.places.is_suspect(source.name) or self.places.is_too_late(source.name, seconds):
                 return []
             try:
-                async with asyncio.timeout(max(0.0, deadline - self.now())):
+                async with asyncio.timeout(seconds):
                     offers = await source.offers(space, keys, exclude, deadline, peek=peek)
-            except (UmbpError, OSError, TimeoutError) as error:
+            except (TimeoutError, DeadlineExceeded) as error:
+                self.places.late(source.name, seconds, error)
+                return []
+            except (UmbpError, OSError) as error:
                 self.places.suspect(source.name, error)
                 return []
             return [(source, offer) for offer in offers if len(offer.which) and offer.place not in exclude]

@@ -3,6 +3,9 @@
 A place is a disk, a node, or a source that says where pages are. One that failed is *suspect*: until a moment has passed nobody asks it, so
 that pages which only it has are a quick miss for all instead of a wait for each. It is not asked either while memory that it was given may
 still be written to, however long that takes: what must be kept aside for it does not become more and more.
+
+A source that did not say where pages are within a short time is not suspect: who was in a hurry is no reason for others to go without.
+For a moment it is only not asked by those who have hardly more time than that.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from dataclasses import dataclass, field
 log = logging.getLogger("umbp.pool.places")
 READS_PER_PLACE = 2  # one is on its way while the other is being committed
 SUSPECT_SECONDS = 1.0
+SUSPECT_FROM_SECONDS = 0.2  # who was given less time than this is not to blame for being late
+HURRY = 2.0  # who has less than so many times the time that was too short waits for nothing
 PLACES_MAX = 1024
 
 
@@ -25,6 +30,8 @@ class Place:
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(READS_PER_PLACE))
     passing: asyncio.Lock = field(default_factory=asyncio.Lock)
     suspect_until: float = float("-inf")
+    late_until: float = float("-inf")
+    late_seconds: float = 0.0  # what it was last given and was late for, until then
 
     @property
     def busy(self) -> bool:
@@ -46,13 +53,29 @@ class Places:
         """The place of this name, made if it is new."""
         if len(self._by_name) >= PLACES_MAX and name not in self._by_name:  # of nodes long gone
             now = self._now()
-            self._by_name = {known: place for known, place in self._by_name.items() if place.busy or place.suspect_until > now}
+            self._by_name = {
+                known: place for known, place in self._by_name.items() if place.busy or max(place.suspect_until, place.late_until) > now
+            }
         return self._by_name.setdefault(name, Place())
 
     def is_suspect(self, name: str) -> bool:
         """Whether it is not to be asked now."""
         place = self._by_name.get(name)
         return place is not None and place.suspect_until > self._now()
+
+    def is_too_late(self, name: str, seconds: float) -> bool:
+        """Whether it is not to be asked now by who has so many seconds for its answer."""
+        place = self._by_name.get(name)
+        return place is not None and place.late_until > self._now() and seconds < HURRY * place.late_seconds
+
+    def late(self, name: str, seconds: float, error: BaseException) -> None:
+        """It did not answer within so many seconds."""
+        if seconds >= SUSPECT_FROM_SECONDS:
+            self.suspect(name, error)
+            return
+        place, now = self.of(name), self._now()
+        place.late_seconds = max(seconds, place.late_seconds if place.late_until > now else 0.0)
+        place.late_until = now + SUSPECT_SECONDS
 
     @property
     def suspects(self) -> frozenset[str]:
