@@ -23,7 +23,7 @@ def socket_path(address: str | None) -> str:
     found = pool_address(address or "", os.environ, field="address")
     if not found.is_unix:
         raise InvalidRequest(
-            f"{found} is not a Unix socket, which a client needs to share memory with the pool",
+            f"{found} is not a Unix socket, which a client needs to share memory with the pool, and is named by its absolute path",
             field="address",
             example="/run/umbp/default.sock",
         )

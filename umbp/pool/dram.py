@@ -131,7 +131,8 @@ def _reclaim(config: PoolConfig, *, kept: bool = False) -> int:
             wait = 0.0 if kept else max(wait, KEPT_SECONDS)
         if path.stem != own and age >= wait:
             size = segment.reclaim(path)
-            log.warning("%s of a dead pool: %s given back", path, format_size(size))
+            if size:  # of one that died early there was the lock only
+                log.warning("%s of a dead pool: %s given back", path, format_size(size))
             freed += size
     return freed
 
