@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from umbp import Layout, wire
+from umbp import Layout, ReadStatus, wire
 from umbp.client.connection import Connection
 from umbp.client.steps import Call
 from umbp.layout import Namespace
@@ -80,6 +80,15 @@ def values_of(numbers: Any, size: int, *, writer: int = 0) -> np.ndarray:
 
 
 IDENTITY = {"model": "m", "page_tokens": 64}
+
+
+def read_back(space: Any, numbers: Any, deadline: float) -> Any:
+    """Statuses of a get of these; what is a hit has the right bytes."""
+    out = np.zeros((len(numbers), space.object_bytes), np.uint8)
+    statuses = space.get(keys_of(*numbers), out, deadline=deadline)
+    hits = np.flatnonzero(statuses.where(ReadStatus.HIT))
+    assert (out[hits] == values_of([numbers[at] for at in hits], space.object_bytes)).all(), "wrong bytes"
+    return statuses
 
 
 def open_namespace(pool: Any, size: int, **identity: Any) -> Any:

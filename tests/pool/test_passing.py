@@ -8,11 +8,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import Child, all_leased, eventually, keys_of, open_namespace, values_of
+from tests.field.people import Child, all_leased, eventually, keys_of, open_namespace, read_back, values_of
 from tests.pools import PoolProcess
 from umbp.core.passage import passage_bytes
 from umbp.types import ReadStatus, Tier, WriteStatus
@@ -38,12 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolProcess]:
 
 
 def got(space: Any, numbers: range, deadline: float = 30.0) -> Any:
-    """Statuses; what is a hit has the right bytes."""
-    out = np.zeros((len(numbers), SIZE), np.uint8)
-    statuses = space.get(keys_of(*numbers), out, deadline=deadline)
-    hits = np.flatnonzero(statuses.where(HIT))
-    assert (out[hits] == values_of([numbers[at] for at in hits], SIZE)).all(), "wrong bytes"
-    return statuses
+    return read_back(space, numbers, deadline)
 
 
 def nothing_is_held(client: umbp.Pool, leases: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import SLACK_SECONDS, eventually, keys_of, open_namespace, values_of
+from tests.field.people import SLACK_SECONDS, eventually, keys_of, open_namespace, read_back, values_of
 from tests.master.test_bad_days import Wire
 from tests.masters import call
 from tests.pools import PoolProcess
@@ -63,11 +63,7 @@ class Node:
 
     def get(self, *numbers: int, deadline: float = PATIENCE) -> Any:
         """Statuses; the bytes of what is a hit are compared."""
-        out = np.zeros((len(numbers), self.size), np.uint8)
-        statuses = self.space.get(keys_of(*numbers), out, deadline=deadline)
-        hits = np.flatnonzero(statuses.where(HIT))
-        assert (out[hits] == values_of([numbers[at] for at in hits], self.size)).all(), "wrong bytes"
-        return statuses
+        return read_back(self.space, numbers, deadline)
 
     def metric(self, name: str) -> float:
         with urllib.request.urlopen(f"{self.pool.http}/metrics") as answer:

@@ -14,15 +14,18 @@ import numpy as np
 
 from umbp.policies import CLEANING, EVICTION, STRIPING
 from umbp.policies.base import build
+from umbp.store.index import place_word
 from umbp.store.ssd import SsdTier
 from umbp.store.ssd_catalog import private_table
 from umbp.store.ssd_drive import Drive
 from umbp.store.ssd_format import BLOCK, NamespaceNote
 from umbp.store.ssd_system import System, finish
 from umbp.store.ssd_upkeep import open_steps
-from umbp.types import U8
+from umbp.types import U8, ReadStatus
 
 MIB = 1 << 20
+SIZE = 64 << 10
+PLACE = place_word(1, SIZE)
 
 
 class Names:
@@ -105,6 +108,29 @@ def make_tier(
 
 def keys_of(*numbers: int) -> U8:
     return np.frombuffer(b"".join(number.to_bytes(32, "big") for number in numbers), np.uint8).reshape(-1, 32)
+
+
+def body(key: int, size: int = SIZE) -> U8:
+    """What the tests store under this key."""
+    return np.random.default_rng(key).integers(0, 256, size, dtype=np.uint8)
+
+
+def put(tier: SsdTier, *keys: int, place: np.uint64 = PLACE, now: float = 0.0) -> list[int]:
+    return tier.write(now, place, keys_of(*keys), np.stack([body(key, int(place) >> 32) for key in keys])).tolist()
+
+
+def get(tier: SsdTier, *keys: int, place: np.uint64 = PLACE, now: float = 0.0) -> list[int]:
+    """The status of each; the bytes of what is a hit are compared."""
+    out = np.zeros((len(keys), int(place) >> 32), np.uint8)
+    status = tier.read(now, place, keys_of(*keys), out)
+    for key, row, code in zip(keys, out, status.tolist(), strict=True):
+        assert code != ReadStatus.HIT or np.array_equal(row, body(key, int(place) >> 32)), key
+    return status.tolist()
+
+
+def held(tier: SsdTier, *keys: int, place: np.uint64 = PLACE, now: float = 0.0) -> list[int]:
+    """Which of these keys are read back."""
+    return [key for key, code in zip(keys, get(tier, *keys, place=place, now=now), strict=True) if code == ReadStatus.HIT]
 
 
 class PowerCut(Exception):

@@ -10,36 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.store.disks import MIB, Fallible, Names, keys_of, make_tier
+from tests.store.disks import MIB, PLACE, SIZE, Fallible, Names, body, held, keys_of, make_tier, put
 from umbp.errors import Conflict, SegmentError
 from umbp.store import ssd_format
 from umbp.store.index import place_word
-from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd import Batch
 from umbp.store.ssd_cleaning import clean_steps, wanted
 from umbp.store.ssd_folder import OTHER_BYTES
 from umbp.store.ssd_system import finish
 from umbp.types import ReadStatus, WriteStatus
 
-SIZE = 64 << 10
-PLACE = place_word(1, SIZE)
 HIT, MISS, STORED = ReadStatus.HIT, ReadStatus.MISS, WriteStatus.STORED
-
-
-def body(key: int, size: int = SIZE) -> np.ndarray:
-    return np.random.default_rng(key).integers(0, 256, size, dtype=np.uint8)
-
-
-def put(tier: SsdTier, *keys: int, place: np.uint64 = PLACE, now: float = 0.0) -> list[int]:
-    return tier.write(now, place, keys_of(*keys), np.stack([body(key, int(place) >> 32) for key in keys])).tolist()
-
-
-def held(tier: SsdTier, *keys: int, place: np.uint64 = PLACE, now: float = 0.0) -> list[int]:
-    """Which of these keys are read back; their bytes are compared."""
-    out = np.zeros((len(keys), int(place) >> 32), np.uint8)
-    status = tier.read(now, place, keys_of(*keys), out)
-    for key, row, code in zip(keys, out, status.tolist(), strict=True):
-        assert code != HIT or np.array_equal(row, body(key, int(place) >> 32))
-    return [key for key, code in zip(keys, status.tolist(), strict=True) if code == HIT]
 
 
 def bytes_in(folder: Path) -> int:

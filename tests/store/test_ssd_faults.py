@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.store.disks import MIB, Fallible, Names, keys_of, make_tier
+from tests.store.disks import MIB, PLACE, SIZE, Fallible, Names, get, keys_of, make_tier, put
 from umbp.store.index import place_word
 from umbp.store.ssd import SsdTier
 from umbp.store.ssd_drive import AWAY, READING, RETRY_SECONDS_MAX, STALL_SECONDS, UP, Drive
@@ -23,26 +22,8 @@ from umbp.store.ssd_system import finish
 from umbp.store.ssd_upkeep import watch_steps
 from umbp.types import ReadStatus, WriteStatus
 
-SIZE = 64 << 10
-PLACE = place_word(1, SIZE)
 HIT, MISS, FAILED, BUSY = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.FAILED, ReadStatus.BUSY
 STORED, UNAVAILABLE = WriteStatus.STORED, WriteStatus.UNAVAILABLE
-
-
-def body(key: int) -> np.ndarray:
-    return np.random.default_rng(key).integers(0, 256, SIZE, dtype=np.uint8)
-
-
-def put(tier: SsdTier, *keys: int, now: float = 0.0) -> list[int]:
-    return tier.write(now, PLACE, keys_of(*keys), np.stack([body(key) for key in keys])).tolist()
-
-
-def get(tier: SsdTier, *keys: int, now: float = 0.0) -> list[int]:
-    out = np.zeros((len(keys), SIZE), np.uint8)
-    status = tier.read(now, PLACE, keys_of(*keys), out)
-    for key, row, code in zip(keys, out, status.tolist(), strict=True):
-        assert code != HIT or np.array_equal(row, body(key))
-    return status.tolist()
 
 
 def watch(tier: SsdTier, now: float) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.store.disks import MIB, Fallible, Names, keys_of, make_tier
-from umbp.store.index import place_word
+from tests.store.disks import MIB, PLACE, SIZE, Fallible, Names, body, held, keys_of, make_tier, put
 from umbp.store.ssd import Batch, SsdTier
 from umbp.store.ssd_cleaning import clean_steps, wanted
 from umbp.store.ssd_ledger import Ledger
@@ -17,28 +16,9 @@ from umbp.store.ssd_moving import move, offload_steps, promote_steps
 from umbp.store.ssd_system import finish
 from umbp.types import ReadStatus, WriteStatus
 
-SIZE = 64 << 10
-PLACE = place_word(1, SIZE)
 STORED, HIT = WriteStatus.STORED, ReadStatus.HIT
 FITS = 187  # pages on a folder of 16 MiB: 13 files of 1 MiB are for pages, and 0.9 of each
 RECORD = 15  # pages that fill a file, so that none of it is lost
-
-
-def body(key: int) -> np.ndarray:
-    return np.random.default_rng(key).integers(0, 256, SIZE, dtype=np.uint8)
-
-
-def put(tier: SsdTier, *keys: int, now: float = 0.0) -> list[int]:
-    return tier.write(now, PLACE, keys_of(*keys), np.stack([body(key) for key in keys])).tolist()
-
-
-def held(tier: SsdTier, *keys: int, now: float = 0.0) -> list[int]:
-    """Which of these are read back; their bytes are compared."""
-    out = np.zeros((len(keys), SIZE), np.uint8)
-    status = tier.read(now, PLACE, keys_of(*keys), out)
-    for key, row, code in zip(keys, out, status.tolist(), strict=True):
-        assert code != HIT or np.array_equal(row, body(key)), key
-    return [key for key, code in zip(keys, status.tolist(), strict=True) if code == HIT]
 
 
 def on(tier: SsdTier, level: int, *keys: int) -> list[int]:

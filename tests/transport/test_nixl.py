@@ -7,11 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import SLACK_SECONDS, eventually, keys_of, open_namespace, values_of
+from tests.field.people import SLACK_SECONDS, eventually, keys_of, open_namespace, read_back, values_of
 from tests.pools import PoolProcess
 from tests.signpost import Signpost
 from umbp import ReadStatus, WriteStatus
@@ -50,11 +49,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def got(space: Any, numbers: range, deadline: float = 30.0) -> Any:
-    out = np.zeros((len(numbers), SIZE), np.uint8)
-    statuses = space.get(keys_of(*numbers), out, deadline=deadline)
-    hits = np.flatnonzero(statuses.where(HIT))
-    assert (out[hits] == values_of([numbers[at] for at in hits], SIZE)).all(), "wrong bytes"
-    return statuses
+    return read_back(space, numbers, deadline)
 
 
 @here

@@ -42,6 +42,13 @@ def rounded(size_bytes: int) -> int:
     return -(-size_bytes // unit) * unit
 
 
+def rounded_all(sizes: I64) -> I64:
+    """`rounded` of each, (n,)."""
+    units = np.where(sizes < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
+    lengths: I64 = -(-sizes // units) * units
+    return lengths
+
+
 def region_starts(capacity_bytes: int, regions: int) -> I64:
     """Where each region begins; the last one has what is left over. ValueError if a region would have no room for anything."""
     if regions == 1:
@@ -141,11 +148,9 @@ class Allocator:
         """Give objects back: ``sizes`` are their own sizes (rounded here), shape (n,)."""
         if not len(offsets):
             return
-        unit = np.where(sizes < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
-        lengths = -(-sizes // unit) * unit
         order = np.argsort(offsets)
         starts = offsets[order]
-        ends = starts + lengths[order]
+        ends = starts + rounded_all(sizes)[order]
         assert (starts[1:] >= ends[:-1]).all(), "freed twice in one call"
         apart = starts[1:] != ends[:-1]
         if len(self.edges):
@@ -159,10 +164,9 @@ class Allocator:
         assert self.free_bytes == self.capacity_bytes, "occupy needs a fresh allocator"
         if not len(offsets):
             return
-        unit = np.where(sizes < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
         order = np.argsort(offsets)
         starts = offsets[order]
-        ends = (offsets + -(-sizes // unit) * unit)[order]
+        ends = starts + rounded_all(sizes)[order]
         if (
             starts[0] < 0
             or starts[-1] >= self.capacity_bytes

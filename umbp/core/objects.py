@@ -24,7 +24,7 @@ from typing import Protocol
 
 import numpy as np
 
-from umbp.core.allocator import PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, Allocator, rounded
+from umbp.core.allocator import PAGE_GRANULE, Allocator, rounded, rounded_all
 from umbp.core.claims import Claims
 from umbp.core.outbox import Outbox
 from umbp.core.passage import Passage
@@ -325,8 +325,7 @@ class Objects:
     def settle(self, now: float) -> None:
         """After the last `adopt`: make free list, free space and counts fit. SegmentError if objects overlap or lie outside."""
         held = np.flatnonzero(self.state != FREE)
-        units = np.where(self.size[held] < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
-        ends = self.offset[held] + -(-self.size[held] // units) * units
+        ends = self.offset[held] + rounded_all(self.size[held])
         border = self.passage.start
         if len(across := ends[(self.offset[held] < border) & (ends > border)]):
             self.passage.narrow(-(-int(across.max()) // PAGE_GRANULE) * PAGE_GRANULE)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from umbp.core.allocator import ANYWHERE, PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, granule, rounded
+from umbp.core.allocator import ANYWHERE, granule, rounded, rounded_all
 from umbp.core.objects import FREE, LIVE, Account, Objects
 from umbp.errors import InvalidRequest
 from umbp.policies.base import EvictionPolicy
@@ -273,9 +273,8 @@ class Room:
         objects, edges = self.objects, self.objects.allocator.edges
         length, unit = rounded(size), granule(size)
         held = np.flatnonzero((objects.state != FREE) & (objects.offset < high))
-        units = np.where(objects.size[held] < PAGE_FROM, SMALL_GRANULE, PAGE_GRANULE)
         starts = np.r_[objects.offset[held], taken]
-        ends = np.r_[objects.offset[held] + -(-objects.size[held] // units) * units, taken + length]
+        ends = np.r_[objects.offset[held] + rounded_all(objects.size[held]), taken + length]
         blocked = np.r_[~eligible(held), np.ones(len(taken), bool)]  # what passes through lies behind all windows
         order = np.argsort(starts)
         order = order[(ends[order] > low) & (starts[order] < high)]

@@ -275,7 +275,6 @@ def ssd_document(side: SsdSide) -> SsdDocument:
 
 
 def _disk_document(drive: Drive, now: float, level: str) -> DiskDocument:
-    files = list(drive.folder.files.values())
     return DiskDocument(
         path=drive.path,
         level=level,
@@ -284,9 +283,9 @@ def _disk_document(drive: Drive, now: float, level: str) -> DiskDocument:
         full=drive.folder.cramped,
         fault=drive.fault,
         limit_bytes=drive.size_bytes,
-        file_bytes=len(files) * drive.folder.segment_bytes,
-        used_bytes=sum(file.live_bytes for file in files),
-        keys=sum(file.live_pages for file in files),
+        file_bytes=len(drive.folder.files) * drive.folder.segment_bytes,
+        used_bytes=drive.folder.live_bytes,
+        keys=drive.folder.live_pages,
         direct=drive.folder.direct,
         read_bytes=drive.read_bytes,
         written_bytes=drive.written_bytes,

@@ -115,9 +115,8 @@ class Peers:
         if guess is not None and guess.source.node not in without:
             return [Offer(PLACE + guess.source.node, Tier.REMOTE, which, guess.seconds, Guessed(guess, keys, without))]
         offers: list[Offer] = []
-        for number in range(
-            HOLES_MAX
-        ):  # a plan counts the use of all its keys: one more behind a hole, or instead of who failed, is no more
+        for number in range(HOLES_MAX):
+            # A plan counts the use of all its keys: one more behind a hole, or instead of who failed, is no more.
             again = number > 0 or len(without) > 1
             plan = await self.guide.plan(namespace, keys[which], without, deadline, count=not peek, again=again)
             self._guesses.planned(time.monotonic(), namespace, len(which), plan)

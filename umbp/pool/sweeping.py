@@ -58,11 +58,10 @@ class DramKeys:
 
     def held(self, start: int, stop: int) -> tuple[I64, U64]:
         """See `Keeps`."""
-        objects, part = self._pool.objects, slice(start, stop)
-        ids: I64 = np.flatnonzero((objects.state[part] == LIVE) & (objects.row[part] >= 0)) + start
+        ids: I64 = np.flatnonzero(self.visible(slice(start, stop))) + start
         return ids, self._pool.table.entries[ids, :5]
 
-    def visible(self, ids: I64) -> Mask:
+    def visible(self, ids: I64 | slice) -> Mask:
         """Which of these entries clients can find now."""
         objects = self._pool.objects
         visible: Mask = (objects.state[ids] == LIVE) & (objects.row[ids] >= 0)

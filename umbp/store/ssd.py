@@ -357,7 +357,7 @@ class SsdTier:
 
     def cleanable(self, now: float, drive: Drive) -> list[SegmentFile]:
         """Files that nobody reads or writes, the one to clean first in front."""
-        files = [file for file in list(drive.folder.files.values()) if file.settled and not file.readers]
+        files = [file for file in list(drive.folder.files.values()) if file.idle]
         if not files:
             return []
         live = np.array([file.live_bytes / drive.folder.segment_bytes for file in files])
@@ -383,9 +383,7 @@ class SsdTier:
 
     def _spent(self, drive: Drive) -> SegmentFile | None:
         """A file that holds nothing any more, if this disk will soon want one: it is given back beside a write, before one waits for it."""
-        if drive.folder.room_files > FILES_AHEAD:
-            return None
-        return next((file for file in list(drive.folder.files.values()) if file.settled and not file.live_pages and not file.readers), None)
+        return drive.folder.spent_or_none() if drive.folder.room_files <= FILES_AHEAD else None
 
     def free_a_file(self, now: float, drive: Drive) -> Steps[bool]:
         """Empty the file that is next to be cleaned, without copying what is in it: a write does not wait for that."""

@@ -453,6 +453,20 @@ class Folder:
         more = 0 if self.refused_space else self.files_max - len(self.files)
         return len(self._free) + max(0, more)
 
+    @property
+    def live_bytes(self) -> int:
+        """On disk, of pages that the index leads to."""
+        return sum(file.live_bytes for file in list(self.files.values()))
+
+    @property
+    def live_pages(self) -> int:
+        """Pages that the index leads to."""
+        return sum(file.live_pages for file in list(self.files.values()))
+
+    def spent_or_none(self) -> SegmentFile | None:
+        """A file that can be given back for nothing: idle, and no page in it is alive."""
+        return next((file for file in list(self.files.values()) if file.idle and not file.live_pages), None)
+
     # -- removals and meta -------------------------------------------------------------------------------------------------------------
 
     def note_removed(self, numbers: I64 | U64, sequences: I64 | U64, *, sync: bool) -> None:

@@ -32,7 +32,6 @@ from umbp.store.ssd_catalog import Catalog
 from umbp.store.ssd_drive import AWAY, Drive
 from umbp.store.ssd_format import BLOCK, padded
 from umbp.store.ssd_ledger import Ledger, pages_bytes
-from umbp.store.ssd_records import SegmentFile
 from umbp.types import F64, I32, I64, U64, Mask
 
 CHOSEN_MAX = 512  # pages that are chosen together to go down: a pass over the policy's order is worth that many
@@ -64,7 +63,7 @@ class Level:
     @property
     def used_bytes(self) -> int:
         """Of pages that are listed, and of what is on its way."""
-        return sum(sum(file.live_bytes for file in list(drive.folder.files.values())) + drive.waiting_bytes for drive in self.drives)
+        return sum(drive.folder.live_bytes + drive.waiting_bytes for drive in self.drives)
 
     @property
     def room_bytes(self) -> int:
@@ -74,7 +73,7 @@ class Level:
     @property
     def keys(self) -> int:
         """Pages that are listed."""
-        return sum(file.live_pages for drive in self.drives for file in list(drive.folder.files.values()))
+        return sum(drive.folder.live_pages for drive in self.drives)
 
 
 class Levels:
@@ -117,7 +116,7 @@ class Levels:
 
         Not where a file can be had for nothing: one in which no page is alive.
         """
-        if len(self.every) == 1 or any(not each.live_pages and can_free(each) for each in list(drive.folder.files.values())):
+        if len(self.every) == 1 or drive.folder.spent_or_none() is not None:
             return None
         waiting = sum(draft.blocks * BLOCK for draft, _ in todo[drive])
         longest = max(len(draft.bodies) for draft, _ in todo[drive])
@@ -179,10 +178,7 @@ class Levels:
 
     def levels_of(self, catalog: Catalog, ledger: Ledger, ids: I64 | I32) -> I64:
         """The level that each of these listed pages is on."""
-        by_number = np.zeros(max(catalog.files, default=0) + 1, np.int64)
-        for number, file in catalog.files.items():
-            by_number[number] = ledger.drive_of[id(file)].level
-        found: I64 = by_number[catalog.file_numbers(ids)]
+        found: I64 = _levels_of_files(catalog, ledger)[catalog.file_numbers(ids)]
         return found
 
     def _on(self, catalog: Catalog, ledger: Ledger, level: int, ids: I64) -> Mask:
@@ -191,27 +187,28 @@ class Levels:
 
     def _coldest(self, catalog: Catalog, ledger: Ledger, level: int, count: int) -> I64:
         """What the eviction policy would let go first of this level."""
-        numbers = np.zeros(max(catalog.files, default=0) + 1, bool)
-        for number, file in catalog.files.items():
-            numbers[number] = ledger.drive_of[id(file)].level == level
+        here = _levels_of_files(catalog, ledger) == level
         policy: EvictionPolicy = catalog.policy
 
         def eligible(ids: I32) -> Mask:
-            mask: Mask = numbers[catalog.file_numbers(ids)]
+            mask: Mask = here[catalog.file_numbers(ids)]
             return mask
 
         return policy.victims(eligible, count).astype(np.int64)
 
 
+def _levels_of_files(catalog: Catalog, ledger: Ledger) -> I64:
+    """The level of each file, by its number."""
+    levels = np.zeros(max(catalog.files, default=0) + 1, np.int64)
+    for number, file in catalog.files.items():
+        levels[number] = ledger.drive_of[id(file)].level
+    return levels
+
+
 def shares(disks: list[Drive]) -> tuple[F64, F64]:
     """What a striping policy is shown of disks: how large each is, by its weight too, and the bytes of pages that it holds; (n,) each."""
-    used = [sum(file.live_bytes for file in list(drive.folder.files.values())) for drive in disks]
-    return np.array([drive.size_bytes * drive.weight for drive in disks], np.float64), np.array(used, np.float64)
-
-
-def can_free(file: SegmentFile) -> bool:
-    """Whether nobody writes to it, or reads it."""
-    return file.settled and not file.readers
+    sizes, used = [drive.size_bytes * drive.weight for drive in disks], [drive.folder.live_bytes for drive in disks]
+    return np.array(sizes, np.float64), np.array(used, np.float64)
 
 
 def can_take(drive: Drive, now: float, size: int) -> bool:

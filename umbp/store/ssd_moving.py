@@ -19,7 +19,7 @@ from umbp.store.ssd_catalog import LOW, SHIFT, Where
 from umbp.store.ssd_drive import AWAY, Drive
 from umbp.store.ssd_folder import Full, note
 from umbp.store.ssd_format import BLOCK, padded
-from umbp.store.ssd_levels import can_free, can_take, shares
+from umbp.store.ssd_levels import can_take, shares
 from umbp.store.ssd_records import Draft, outcome
 from umbp.store.ssd_system import Steps, aligned
 from umbp.types import I64, ReadStatus
@@ -158,7 +158,7 @@ def promote_steps(tier: SsdTier, now: float, batch: Batch) -> Steps[int]:
 
 def _free_an_empty_file(tier: SsdTier, now: float, drive: Drive) -> Steps[bool]:
     """Give one back in which no page is alive; False if there is none."""
-    empty = next((file for file in list(drive.folder.files.values()) if not file.live_pages and can_free(file)), None)
+    empty = drive.folder.spent_or_none()
     return empty is not None and (yield from tier.free_steps(now, drive, empty))
 
 

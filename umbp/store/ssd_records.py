@@ -42,6 +42,11 @@ class SegmentFile:
         """Whether nothing is added to it any more and ``live_pages`` tells of all that is in it: only then it may be cleaned or freed."""
         return self.state == SEALED and self.listed == self.count
 
+    @property
+    def idle(self) -> bool:
+        """Whether nobody writes to it, or reads it."""
+        return self.settled and not self.readers
+
 
 @dataclass(slots=True)
 class Draft:
