@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import shutil
 import signal
 import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 
 import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, put
-from tests.masters import CALL_SECONDS_MAX, DEAD_AFTER, HEARTBEAT, MasterProcess, call, free_port, reported, until
+from tests.masters import DEAD_AFTER, HEARTBEAT, MasterProcess, call, free_port, reported, until
 from tests.pools import PoolProcess
 from umbp.core.sweeps import chained
 from umbp.grammar import parse_address
@@ -324,22 +320,6 @@ def test_ipv6_from_end_to_end() -> None:
         client.close()
 
 
-def test_a_pool_that_can_be_heard_but_not_answered_is_expired_and_comes_back() -> None:
-    """The pool is in a network namespace; what is sent to it is dropped, what it sends arrives."""
-    with Wire() as wire, MasterProcess("--http", f"{wire.here}:{free_port()}", "--token", "t") as master:
-        a = PoolProcess("--master", master.http, "--http", f"{wire.there}:0", "--token", "t", dram="16MiB")
-        a.command = [*wire.enter, *a.command]
-        with a:
-            until(lambda: wire.nodes(master)[a.name]["source"])
-            keys = put(a, 1)
-            wire.cut()
-            until(lambda: wire.nodes(master)[a.name]["state"] == "dead")
-            assert call_local(a, keys)  # its own clients do not notice
-            wire.mend()
-            until(lambda: wire.nodes(master)[a.name]["state"] == "alive")
-            until(lambda: wire.nodes(master)[a.name]["source"])
-
-
 def test_clocks_that_differ_do_no_harm(master: MasterProcess) -> None:
     """The pool runs in a time namespace, two days ahead of the master."""
     ahead = [shutil.which("unshare") or "unshare", "--time", "--monotonic", "172800", "--boottime", "172800"]
@@ -353,60 +333,6 @@ def test_clocks_that_differ_do_no_harm(master: MasterProcess) -> None:
         until(lambda: master.locations(bytes(keys[0])))
         time.sleep(1.3 * DEAD_AFTER)
         assert master.states()[a.name] == "alive"
-
-
-def call_local(pool: PoolProcess, keys: np.ndarray) -> bool:
-    """Whether a client of this pool gets these pages."""
-    client = umbp.connect(pool.socket)
-    try:
-        return client.namespace(**IDENTITY).get(keys, [bytearray(PAGE) for _ in keys]).all(umbp.ReadStatus.HIT)
-    finally:
-        client.close()
-
-
-class Wire:
-    """A network namespace and a cable to it, cut in one direction by a route that drops what is sent there."""
-
-    def __enter__(self) -> Wire:
-        self.name = f"umbp{os.getpid()}"
-        network = f"10.231.{os.getpid() // 64 % 256}.{os.getpid() % 64 * 4}"  # another test run may have one too
-        self.here, self.there = (f"{network.rpartition('.')[0]}.{int(network.rpartition('.')[2]) + host}" for host in (1, 2))
-        steps = [
-            f"ip netns add {self.name}",
-            f"ip link add {self.name}a type veth peer name {self.name}b",
-            f"ip link set {self.name}b netns {self.name}",
-            f"ip addr add {self.here}/30 dev {self.name}a",
-            f"ip link set {self.name}a up",
-            f"ip netns exec {self.name} ip addr add {self.there}/30 dev {self.name}b",
-            f"ip netns exec {self.name} ip link set {self.name}b up",
-            f"ip netns exec {self.name} ip link set lo up",
-        ]
-        if not shutil.which("ip") or any(self._run(step) for step in steps):
-            self.__exit__()
-            pytest.skip("no network namespaces here: ip netns is refused")
-        self.enter = [str(shutil.which("ip")), "netns", "exec", self.name]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if shutil.which("ip"):
-            self.mend()
-            self._run(f"ip link del {self.name}a")
-            self._run(f"ip netns del {self.name}")
-
-    def cut(self) -> None:
-        assert not self._run(f"ip route add blackhole {self.there}/32")
-
-    def mend(self) -> None:
-        self._run(f"ip route del blackhole {self.there}/32")
-
-    def nodes(self, master: MasterProcess) -> dict[str, Any]:
-        request = urllib.request.Request(master.http + "/v1/nodes", headers={"Authorization": "Bearer t"})
-        with urllib.request.urlopen(request, timeout=CALL_SECONDS_MAX) as answer:
-            return {node["id"]: node for node in json.loads(answer.read())["nodes"]}
-
-    @staticmethod
-    def _run(step: str) -> int:
-        return subprocess.run(step.split(), capture_output=True, check=False, timeout=60).returncode
 
 
 def a_namespace() -> str:

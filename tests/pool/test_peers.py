@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
-import subprocess
 import threading
 import time
 import urllib.error
@@ -18,7 +17,6 @@ import pytest
 
 import umbp
 from tests.field.people import SLACK_SECONDS, eventually, keys_of, open_namespace, read_back, values_of
-from tests.master.test_bad_days import Wire
 from tests.masters import call
 from tests.pools import PoolProcess
 from tests.signpost import Signpost
@@ -350,32 +348,6 @@ def test_a_frozen_peer_costs_its_pages_and_the_deadline_holds(
     finally:
         c.pool.signal(signal.SIGCONT)
     eventually(lambda: b.get(*range(20, 40)).all(HIT), "it is asked again when it is well")
-
-
-def test_a_peer_that_hears_and_cannot_answer_costs_its_pages_and_the_deadline_holds() -> None:
-    """Partitioned one way: the peer is in a network of its own, and nothing of what it sends arrives any more."""
-    with Wire() as wire, Signpost() as other, contextlib.ExitStack() as stack:
-        far = PoolProcess("--http", f"{wire.there}:0", "--token", "t", dram="16MiB")
-        far.command = [*wire.enter, *far.command]
-        near = PoolProcess("--master", other.url, "--token", "t", dram="16MiB")
-        c, b = (Node(stack.enter_context(pool), "one way") for pool in (far, near))
-        c.store(*range(20))
-        b.store(*range(40, 50))
-        other.add(c.pool, c.space, keys_of(*range(20)))
-        assert b.get(0, 1).all(HIT)  # and a connection is kept
-        lost = f"ip netns exec {wire.name} ip route add blackhole {wire.here}/32"
-        subprocess.run(lost.split(), check=True, timeout=60)
-        for numbers in (range(2, 8), range(8, 14)):  # on the connection that there is, and on a new one
-            began = time.monotonic()
-            statuses = b.get(*numbers, *range(40, 50), deadline=0.8)
-            assert time.monotonic() - began < 0.8 + SLACK_SECONDS
-            assert statuses[:6].all(FAILED, MISS, BUSY)
-            assert statuses[6:].all(HIT)
-            time.sleep(1.1)  # it is not suspect any more
-        subprocess.run(lost.replace(" add ", " del ").split(), check=True, timeout=60)
-        eventually(lambda: b.get(*range(14)).all(HIT), "it is read from again")
-        for node in (c, b):
-            node.client.close()
 
 
 def test_a_wrong_address_is_found_out_by_who_answers_there(nodes: tuple[Node, Node], third: Node, master: Signpost) -> None:

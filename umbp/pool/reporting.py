@@ -11,7 +11,9 @@ each is made right before it is sent, so the master hears things in the order th
 A bundle or piece without an answer is sent again as it was; the master knows its number. A piece that did not arrive right, or that the
 master lacks, is where the sweep goes on. With no master at all the pool serves its own clients as ever, the outbox overflows at its bound,
 and the next master is sent everything: after `RETRY_SECONDS` at the most once it is there, and where it is not the first one, after up to a
-heartbeat more: the pools of a master that has restarted do not all begin at once.
+heartbeat more: the pools of a master that has restarted do not all begin at once. So it is after a network that lost what went between
+them, in both directions or in one: no try outlasts a heartbeat (of contents `TELL_SECONDS_MAX`), and the next one has a connection of its
+own, so nothing waits until TCP gives up the old one or tries it again.
 
 What the master advises, and what it is asked before pages go (`_consulting`), is in `umbp.pool.heeding`.
 
