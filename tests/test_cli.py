@@ -142,14 +142,21 @@ def test_doctor_ends_with_one_if_something_is_bad(run: Run, monkeypatch: pytest.
 
 def test_bench_measures_and_leaves_nothing(pool: PoolProcess, run: Run) -> None:
     status, _, err = run("bench", "--rounds", "1")
-    assert (status, "bench evicts nothing" in err) == (1, True)
-    with PoolProcess(dram="256MiB") as larger:
+    assert (status, "bench evicts nothing" in err, "too small" in err) == (1, True, True)
+    with PoolProcess(dram="256MiB") as larger, umbp.connect(larger.socket) as client:
+        space = client.namespace(model="full", page_tokens=64, layout=umbp.Layout.opaque(8 << 20), replicated=True)
+        assert space.put(KEYS, np.zeros((20, 8 << 20), np.uint8)).all(umbp.WriteStatus.STORED)
+        status, _, err = run("--pool", larger.socket, "bench", "--rounds", "1")
+        hint = re.search(r"umbp (evict \d+MiB)", err)
+        assert hint, err
+        assert run("--pool", larger.socket, *hint[1].split())[0] == 0
+        kept = space.lookup(KEYS).sum()
         status, out, err = run("--pool", larger.socket, "bench", "--rounds", "1", "--json")
         assert (status, err) == (0, "")
         rows = [json.loads(line) for line in out.splitlines()]
         assert [row["what"] for row in rows] == ["put", "get"] * 3 + ["lookup", "lease + release"] * 2
         assert all(row["p50_ms"] > 0 for row in rows)
-        assert PoolHttp(larger.socket).get("/v1/status")["keys"] == 0
+        assert PoolHttp(larger.socket).get("/v1/status")["keys"] == kept == space.lookup(KEYS).sum() > 0
 
 
 # -- acting ------------------------------------------------------------------------------------------------------------------------

@@ -171,6 +171,20 @@ def test_offload_of_what_is_stored_reads_no_tensor(pool: umbp.Pool) -> None:
     assert again.read_bytes == 5 * namespace.object_bytes
 
 
+def test_what_was_closed_is_said_once_and_clearly(pool: umbp.Pool, caplog: pytest.LogCaptureFixture) -> None:
+    cache, slots = Cache(), np.arange(1, 4)
+    namespace = cache.namespace(pool, tenant="closed")
+    with umbp.Loader(namespace, cache.tensors) as loader:
+        namespace.close()
+        with pytest.raises(umbp.UmbpError, match="this namespace was closed"):
+            loader.offload(keys_of(range(3)), slots).result()
+        assert [(entry.levelname, bool(entry.exc_info)) for entry in caplog.records] == [("WARNING", False)]
+        assert "this namespace was closed" in loader.load(keys_of(range(3)), slots).finish().reason
+    for call in (loader.load, loader.offload):
+        with pytest.raises(umbp.UmbpError, match="this loader was closed"):
+            call(keys_of(range(3)), slots)
+
+
 def test_offload_waits_for_the_callers_event(pool: umbp.Pool) -> None:
     cache = Cache()
     namespace = cache.namespace(pool, tenant="event")

@@ -177,7 +177,9 @@ def test_a_dry_run_says_what_would_be_done_with_the_pages_and_nodes_that_there_a
     (shown,) = master.post("/v1/policies/cluster_eviction/preview", {"name": "theirs"})["choices"]
     assert (shown["verb"], shown["node"], shown["pages"]) == ("keep", a.name, 20)
     assert "nowhere" in run("policies", "placement", "local_first", "--preview", "--for", "nowhere", status=1)
-    assert "evict SIZE --preview" in run("policies", "eviction", "lru", "--preview", status=2)
+    assert "umbp evict 1GiB --preview --policy lru" in run("policies", "eviction", "lru", "--preview", status=2)
+    assert "umbp evict 1GiB --tier ssd --preview" in run("policies", "ssd_eviction", "--preview", status=2)
+    assert "umbp policies replication hot_prefixes --preview" in run("policies", "admission", "--preview", status=2)
 
 
 def test_commands_at_a_master_say_what_it_knows_or_whom_to_ask(world: Any, capsys: pytest.CaptureFixture[str]) -> None:

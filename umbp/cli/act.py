@@ -24,6 +24,7 @@ from umbp.grammar import format_size, parse_duration
 from umbp.policies.base import CHOICES, CLUSTER_KINDS
 
 EVICT_SECONDS_MAX = 60.0  # the pool gives up after 30
+EVICTIONS = {"eviction": "", "ssd_eviction": "--tier ssd "}  # kinds of policy whose dry run is one of `evict`, and how that is asked for
 
 
 def evict(
@@ -175,8 +176,11 @@ def policies(
 
 
 def _preview(http: PoolHttp, kind: str | None, name: str | None, node: str, *, as_json: bool) -> None:
+    if kind in EVICTIONS:
+        example = f"umbp evict 1GiB {EVICTIONS[kind]}--preview{f' --policy {name}' if name else ''}"
+        raise InvalidRequest("what a policy of this kind would let go depends on how much is to be freed", field="KIND", example=example)
     if kind not in CLUSTER_KINDS:
-        why = f"a dry run is of {', '.join(CLUSTER_KINDS)}; what a pool would evict: umbp evict SIZE --preview"
+        why = f"a dry run is of {', '.join(CLUSTER_KINDS)}; of eviction by umbp evict SIZE --preview"
         raise InvalidRequest(why, field="KIND", example="umbp policies replication hot_prefixes --preview")
     answer = http.post(f"/v1/policies/{kind}/preview", {"name": name or "", "node": node})
     if as_json:

@@ -77,10 +77,7 @@ def bench(
 def _measure(target: Target, rounds: int) -> list[Row]:
     with connect(target.socket("bench"), client="umbp bench") as pool:
         status = pool.status()
-        needed = ROOM_SHARE * max(count * size for count, size in SHAPES)
-        room = int(status["capacity_bytes"] * status["limits"]["watermark_low"]) - status["allocated_bytes"]
-        if room < needed:
-            raise UmbpError(f"bench evicts nothing and needs {format_size(needed)} of room, the pool has {format_size(max(0, room))}")
+        _check_room(int(status["capacity_bytes"] * status["limits"]["watermark_low"]), status["allocated_bytes"])
         rows: list[Row] = []
         for count, size in SHAPES:
             rows += _copies(_namespace(pool, size), count, size, rounds)
@@ -88,6 +85,18 @@ def _measure(target: Target, rounds: int) -> list[Row]:
         for count in LOOKUP_KEYS:
             rows += _lookups(small, count, rounds)
         return rows
+
+
+def _check_room(usable_bytes: int, used_bytes: int) -> None:
+    """Whether there is room for what is stored here, below the mark down to which a pool evicts ahead of need; else what makes some."""
+    needed = ROOM_SHARE * max(count * size for count, size in SHAPES)
+    lacking = needed + used_bytes - usable_bytes
+    if lacking <= 0:
+        return
+    why = f"bench evicts nothing and needs {format_size(needed)} of room, the pool has {format_size(max(0, usable_bytes - used_bytes))}"
+    if needed > usable_bytes:
+        raise UmbpError(f"{why}, and {format_size(max(0, usable_bytes))} were it empty: it is too small for bench")
+    raise UmbpError(f"{why}; this makes it: umbp evict {-(-lacking // (1 << 20))}MiB")
 
 
 def _namespace(pool: Pool, size: int) -> Namespace:

@@ -121,6 +121,7 @@ class Loader:
         self.copy_threads = threads
         self._rank = Rank(namespace, group, self._equipment.party) if group is not None and self._equipment.party is not None else None
         self._offloading = Offloads(namespace, group, self._mover)
+        self._closed = False
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="umbp-load")
         self._offloads = ThreadPoolExecutor(1, thread_name_prefix="umbp-offload")
         self._taken = Taken()
@@ -177,7 +178,7 @@ class Loader:
         start, now = self._equipment.mark() if after is None else None, time.monotonic()
         begin_by = math.inf if begin_within is None else now + begin_within
         load = Load(len(array), self.tensors.layers, now + deadline, start, begin_by=begin_by, noted=noted)
-        self._loads.submit(self._run, load, array, places, verify, after)
+        self._submit(self._loads, self._run, load, array, places, verify, after)
         return load
 
     def offload(self, keys: Any, slots: Any, *, after: Any = None, parent: bytes | None = None) -> Offload:
@@ -190,7 +191,8 @@ class Loader:
         array = as_keys(keys)
         places: I64 = as_slots(slots, len(array), self.tensors.pages)
         offload = Offload(len(array))
-        self._offloads.submit(self._offloading.run, offload, array, places, after or self._equipment.mark_to_wait_for(), parent)
+        after = after or self._equipment.mark_to_wait_for()
+        self._submit(self._offloads, self._offloading.run, offload, array, places, after, parent)
         return offload
 
     def statistics(self) -> LoaderStatistics:
@@ -214,12 +216,21 @@ class Loader:
         )
 
     def close(self) -> None:
-        """Wait for what is on its way, leave the group, and end the threads."""
+        """Wait for what is on its way, leave the group, and end the threads. Loads and offloads are refused from now on."""
+        self._closed = True
         self._loads.shutdown(wait=True)
         self._offloads.shutdown(wait=True)
         if self._rank is not None:
             self._rank.close()
         self._mover.close()
+
+    def _submit(self, thread: ThreadPoolExecutor, *work: Any) -> None:
+        try:
+            thread.submit(*work)
+        except RuntimeError:  # also where somebody closes it at this very moment
+            if not self._closed:
+                raise
+            raise InvalidRequest("this loader was closed", field="loader", example="umbp.Loader(namespace, tensors)") from None
 
     # -- loads -------------------------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ import time
 import numpy as np
 
 from umbp.client import Namespace
+from umbp.errors import UmbpError
 from umbp.layout import KEYS_PER_CALL_MAX
 from umbp.loader.group import Group
 from umbp.loader.handles import Offload, OffloadOver
@@ -74,7 +75,7 @@ class Offloads:
         except OffloadOver:
             log.debug("an offload was cancelled")
         except BaseException as error:
-            log.exception("an offload failed")
+            log.warning("an offload failed: %s", error, exc_info=not isinstance(error, UmbpError))
             offload.end(None, error)
 
     def _store(self, offload: Offload, keys: U8, slots: I64, which: I64, parent: bytes | None, codes: U8) -> None:
