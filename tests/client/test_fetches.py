@@ -15,7 +15,7 @@ import pytest
 
 import umbp
 from tests.client.test_contract import Plain
-from tests.field.people import SLACK_SECONDS, Child, Wire, becomes, bytes_of, eventually, keys_of, open_namespace, values_of
+from tests.field.people import Child, Wire, becomes, bytes_of, eventually, keys_of, open_namespace, values_of, within
 from tests.pools import PoolProcess
 from umbp import Layout, ReadStatus, Tier, WriteStatus
 from umbp.client import fetches
@@ -154,9 +154,8 @@ async def test_pages_that_only_a_failed_place_has_are_a_quick_miss(space: Any, l
 async def test_a_place_that_never_answers_costs_its_share_of_the_time(space: Any, face: int) -> None:
     await space.put(keys_of(1), values_of([1], SIZE))
     out = buffer(3)
-    began = time.monotonic()
-    assert await space.get(keys_of(1, 6001 + face, 8001 + face), out, deadline=2.0) == [HIT, HIT, FAILED]
-    assert time.monotonic() - began < 2.0 + SLACK_SECONDS
+    with within(4.0):  # of which it has two
+        assert await space.get(keys_of(1, 6001 + face, 8001 + face), out, deadline=4.0) == [HIT, HIT, FAILED]
     assert same(out[:2], 1, 6001 + face)  # the other place had time enough
 
 

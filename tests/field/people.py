@@ -20,6 +20,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -36,6 +37,7 @@ from umbp.types import WriteStatus
 HEAR_SECONDS_MAX = 60.0
 WAIT_SECONDS_MAX = 60.0
 SLACK_SECONDS = 3.0  # on top of a bound that is to hold; less than a call takes that nothing bounds (5 s)
+PRESSURE = [Path("/proc/pressure") / what for what in ("cpu", "io", "memory")]
 
 
 def eventually(true: Callable[[], Any], what: str | Callable[[], Any], seconds: float = WAIT_SECONDS_MAX) -> Any:
@@ -46,6 +48,27 @@ def eventually(true: Callable[[], Any], what: str | Callable[[], Any], seconds: 
             return answer
         assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
         time.sleep(0.005)
+
+
+def stalled_seconds() -> float:
+    """For how long so far somebody on this machine has waited for a processor, a disk or memory. Where the kernel does not say: always."""
+    try:
+        lines = [path.read_text().splitlines()[0] for path in PRESSURE]
+    except OSError:
+        return time.monotonic()
+    return sum(int(line.rpartition("total=")[2]) for line in lines) / 1e6
+
+
+@contextlib.contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """What is done here ends in so many seconds, and `SLACK_SECONDS`, of those in which this machine has time for all who want some.
+
+    Who waits for what others keep busy is late for no fault of what is tested, and how long that was is measured and not guessed.
+    """
+    began, stalled = time.monotonic(), stalled_seconds()
+    yield
+    took, stalled = time.monotonic() - began, stalled_seconds() - stalled
+    assert took - stalled < seconds + SLACK_SECONDS, f"took {took:.1f} s and not {seconds:g}, in {stalled:.1f} s of which somebody waited"
 
 
 async def becomes(true: Callable[[], Awaitable[Any]], what: str, seconds: float = WAIT_SECONDS_MAX) -> Any:

@@ -16,7 +16,7 @@ from tests.pools import PoolProcess
 from umbp.types import WriteStatus
 
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
-from tests.field.people import eventually
+from tests.field.people import SLACK_SECONDS, eventually
 from tests.loader.caches import PAGES, Cache, keys_of, slots_for
 from tests.loader.ranks import Ranks, nothing_is_leased, ranks
 from umbp.loader.exchange import Exchange
@@ -25,7 +25,6 @@ NUMBERS = list(range(40))
 # Nobody is given up on a machine that is busy with other things: what is read twice would be that machine's fault.
 PATIENT = {"meet_seconds": 1.0, "patience_seconds": 20.0, "staging_bytes": 1 << 20}
 HEAR_SECONDS = 60.0
-SLACK_SECONDS = 3.0  # of a busy machine, on top of a deadline
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,10 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import SLACK_SECONDS, eventually, keys_of, open_namespace, read_back, values_of
+from tests.field.people import eventually, keys_of, open_namespace, read_back, values_of, within
 from tests.masters import call
 from tests.pools import PoolProcess
 from tests.signpost import Signpost
@@ -335,15 +334,21 @@ def test_a_frozen_peer_costs_its_pages_and_the_deadline_holds(
         thread = threading.Thread(target=others)
         thread.start()
         eventually(lambda: served, "they are served")
-        began, before = time.monotonic(), served
-        statuses = b.get(*range(60), deadline=2.0)
-        took, meanwhile = time.monotonic() - began, served - before
+        before = served
+
+        def in_time() -> bool:
+            """Whether the well one was heard in time, on a busy machine; all else is so whatever comes first."""
+            b.space.remove(keys_of(*range(20)))
+            with within(2.0):
+                statuses = b.get(*range(60), deadline=2.0)
+            assert statuses[20:40].all(FAILED, BUSY, MISS)
+            assert statuses[40:].all(HIT)
+            return bool(statuses[:20].all(HIT))
+
+        eventually(in_time, "the pages of the other one come in time")
+        meanwhile = served - before
         stop.set()
         thread.join(60)
-        assert took < 2.0 + SLACK_SECONDS
-        assert statuses[:20].all(HIT)
-        assert statuses[20:40].all(FAILED, BUSY, MISS)
-        assert statuses[40:].all(HIT)
         assert meanwhile >= 4  # who waits until the deadline of those pages is served once in that time
     finally:
         c.pool.signal(signal.SIGCONT)
@@ -361,9 +366,8 @@ def test_a_wrong_address_is_found_out_by_who_answers_there(nodes: tuple[Node, No
         master.add(a.pool, a.space, keys_of(2), addresses={"http": f"127.0.0.1:{deaf.getsockname()[1]}"}, node="deaf")
         master.add(a.pool, a.space, keys_of(3), addresses={"http": "not an address::"}, node="nonsense")
         master.add(a.pool, a.space, keys_of(4), addresses={"carrier-pigeon": "coop 7"}, node="pigeon")
-        began = time.monotonic()
-        statuses = b.get(1, 2, 3, 4, deadline=2.0)
-        assert time.monotonic() - began < 2.0 + SLACK_SECONDS
+        with within(8.0):
+            statuses = b.get(1, 2, 3, 4, deadline=8.0)  # of which a place has two; then there is time to ask elsewhere
     assert statuses[0] == HIT
     assert statuses[1:].all(FAILED, MISS, BUSY)
     eventually(lambda: {"deaf", "nonsense", "pigeon", a.pool.name} <= {node for node, _ in master.failed}, "the master is told")
@@ -386,29 +390,33 @@ def test_a_peer_that_evicts_while_it_sends_gives_the_right_bytes_or_none(
     nodes: tuple[Node, Node], node_of: Callable[..., Node], master: Signpost
 ) -> None:
     _, b = nodes
-    c = node_of(dram="8MiB")
-    stop = threading.Event()
+    c = node_of(dram="8MiB")  # room for some 60 of the 400 pages that are put again and again
+    stop, newest = threading.Event(), 0
 
     def churn() -> None:
+        nonlocal newest
         node = Node(c.pool, str(c.space.identity.tenant))
-        number = 0
         while not stop.is_set():
-            number = (number + 8) % 400
-            node.space.put(keys_of(*range(number, number + 8)), values_of(range(number, number + 8), SIZE))
+            newest = (newest + 8) % 400
+            node.space.put(keys_of(*range(newest, newest + 8)), values_of(range(newest, newest + 8), SIZE))
         node.client.close()
 
     master.add(c.pool, c.space, keys_of(*range(408)))
     thread = threading.Thread(target=churn)
     thread.start()
     try:
-        hits = 0
-        chance = np.random.default_rng(3)
-        began = time.monotonic()
-        while time.monotonic() - began < 1.2 or not hits:
-            start = int(chance.integers(0, 400))
-            hits += int(b.get(*range(start, start + 8), deadline=0.5).where(HIT).sum())
-            b.space.remove(keys_of(*range(start, start + 8)))
-            assert time.monotonic() - began < 60.0, "nothing came"
+        came, went, rounds = 0, 0, 0
+
+        def enough() -> bool:
+            """One more round, of pages that are there or are just going."""
+            nonlocal came, went, rounds
+            numbers = [(newest - 8 * (rounds % 8) + each) % 400 for each in range(8)]
+            hits = int(b.get(*numbers, deadline=5.0).where(HIT).sum())
+            b.space.remove(keys_of(*numbers))
+            came, went, rounds = came + hits, went + 8 - hits, rounds + 1
+            return rounds >= 40 and came > 0 and went > 0
+
+        eventually(enough, lambda: f"{came} pages came and {went} did not, in {rounds} rounds")
     finally:
         stop.set()
         thread.join(60)
@@ -434,13 +442,11 @@ def test_a_master_that_is_slow_or_gone_leaves_what_is_here() -> None:
     with Signpost() as other, PoolProcess("--master", other.url, dram="8MiB") as pool:
         node = Node(pool, "lonely")
         node.store(1)
-        other.delay = 5.0
-        began = time.monotonic()
-        assert node.get(1, 2, deadline=1.0) == [HIT, MISS]
-        assert time.monotonic() - began < 1.0 + SLACK_SECONDS
-        began = time.monotonic()
-        for _ in range(20):
-            assert node.get(1, 2, deadline=1.0) == [HIT, MISS]
-            assert node.space.locate(keys_of(1, 2)).tolist() == [Tier.DRAM, NOWHERE]
-        assert time.monotonic() - began < 2.0 + SLACK_SECONDS  # where each asked the master it would be 20 s
+        other.delay = 20.0
+        with within(4.0):
+            assert node.get(1, 2, deadline=4.0) == [HIT, MISS]
+        with within(2.0):  # where each asked the master it would be 5 s and more
+            for _ in range(20):
+                assert node.get(1, 2, deadline=4.0) == [HIT, MISS]
+                assert node.space.locate(keys_of(1, 2)).tolist() == [Tier.DRAM, NOWHERE]
         node.client.close()

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import umbp
-from tests.field.people import SLACK_SECONDS, eventually, keys_of, open_namespace, values_of
+from tests.field.people import eventually, keys_of, open_namespace, values_of, within
 from tests.masters import free_port
 from tests.pools import PoolProcess
 from umbp import ReadStatus, WriteStatus, wire
@@ -369,10 +369,8 @@ async def test_a_frozen_peer_is_bounded_by_the_deadline(transport: HttpTransport
     server.signal(signal.SIGSTOP)
     try:
         for _ in range(2):  # on the old connection, and on a new one, which the kernel accepts for it
-            began = time.monotonic()
-            with pytest.raises(TimeoutError):
+            with within(0.4), pytest.raises(TimeoutError):
                 await read(transport, peer, space, keys_of(1), deadline=0.4)
-            assert time.monotonic() - began < 0.4 + SLACK_SECONDS
     finally:
         server.signal(signal.SIGCONT)
     assert (await read(transport, peer, space, keys_of(1)))[0].status.tolist() == [HIT]
@@ -387,10 +385,8 @@ async def test_a_peer_that_is_not_there_or_does_not_accept(transport: HttpTransp
             each.setblocking(False)
             each.connect_ex(full.getsockname())
         peer = peer_of(server)
-        began = time.monotonic()
-        with pytest.raises(OSError, match="timed out"):
+        with within(1.0), pytest.raises(OSError, match="timed out"):  # connecting has a time limit of its own
             await read(transport, Peer(peer.node, peer.boot, address_of(full)), space, keys_of(1))
-        assert time.monotonic() - began < 1.0 + SLACK_SECONDS  # connecting has a time limit of its own
         for each in waiting:
             each.close()
     with pytest.raises(ConnectionRefusedError):
