@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors"}),
     frozenset({"grammar", "blob"}),
-    frozenset({"options"}),
+    frozenset({"options", "frames"}),
     frozenset({"config", "machine", "layout", "metrics", "wire", "policies", "kernels"}),
     frozenset({"core", "store", "admin"}),
     frozenset({"transport", "client", "sim", "master"}),

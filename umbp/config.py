@@ -168,6 +168,7 @@ class PoolConfig:
     ssd_promote: bool = _option("SSD", _switch, "on", "off", "pages that are read from a lower level are written to the first one again")
     ssd_write_max: int | None = _option("SSD", parse_size, "", "10TiB", "most bytes written a day, over all folders", None)
     ssd_clean_rate: int = _option("SSD", parse_size, "256MiB", "256MiB", "bytes a second that cleaning may read and write, a folder")
+    ssd_files: bool = _option("SSD", _switch, "on", "off", "clients may read pages that DRAM has no room for from the files by themselves")
     ssd_keys_max: int | None = _option("SSD", _or_auto(_count(1, 1 << 24)), "auto", "1000000", "pages on SSD; auto: by size")
     socket: str = _option("Listening", _socket_path, "", "/run/umbp/a.sock", "Unix socket (0600) [NAME.sock in the runtime folder]")
     http: Address = _option("Listening", parse_address, "127.0.0.1:0", "127.0.0.1:7411", "REST and metrics; port 0: any free one")  # noqa: RUF009 (frozen)

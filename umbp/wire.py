@@ -1,11 +1,9 @@
-"""The session's messages: a JSON header and raw arrays in one length-prefixed frame; no other encoding is ever read.
-
-    frame    u32 bytes that follow | u32 bytes of header | header (JSON) | arrays, one after the other, little-endian, no padding
+"""The session's messages, each a frame (`umbp.frames`).
 
 A client opens a session on the pool's Unix socket as an HTTP upgrade (`UPGRADE_REQUEST`), then sends one request and reads one reply at
 a time; `Note`, `Near`, `UseSpare`, `Taken` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is
-a number of keys, m of reserved objects. Frames, keys a call and text lengths are bounded; whatever does not fit its message exactly closes
-that connection and no other.
+a number of keys, m of reserved objects. Keys a call and text lengths are bounded; whatever does not fit its message exactly closes that
+connection and no other.
 """
 
 from __future__ import annotations
@@ -14,22 +12,30 @@ import struct
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
-import numpy as np
 
-from umbp.blob import Arrays
 from umbp.blob import Blob as Blob
-from umbp.errors import ProtocolError
+from umbp.frames import FRAME_BYTES_MAX as FRAME_BYTES_MAX
+from umbp.frames import PREFIX as PREFIX
+from umbp.frames import Message as Message
+from umbp.frames import decode as decode
+from umbp.frames import encode as encode
+from umbp.frames import frame_bytes as frame_bytes
 
-VERSION = 3
-FRAME_BYTES_MAX = 8 << 20  # 65,536 keys with ids, versions and sums are 3.4 MiB
-HEADER_BYTES_MAX = 64 << 10
+VERSION = 4
 BATCH_MAX = 1024  # keys of one call that costs the pool a few microseconds a key: some ms is the longest that it is away from others
 LARGE_BATCH_MAX = 4096  # and of one that costs it less than that: a prompt of 256 K tokens
 FETCH_SECONDS_MAX, SECONDS_MAX = 3600, 86_400
-PREFIX = struct.Struct("<II")
 
 UPGRADE_REQUEST = b"GET /v1/session HTTP/1.1\r\nHost: umbp\r\nConnection: Upgrade\r\nUpgrade: umbp-session/1\r\n\r\n"
 UPGRADE_REPLY = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: umbp-session/1\r\n\r\n"
+
+# Another connection, by which a session is handed descriptors (`umbp.pool.handover`): this request, then the bytes of `Welcome.handover`.
+HANDOVER_REQUEST = b"GET /v1/descriptors HTTP/1.1\r\nHost: umbp\r\nConnection: Upgrade\r\nUpgrade: umbp-descriptors/1\r\n\r\n"
+HANDOVER_REPLY = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: umbp-descriptors/1\r\n\r\n"
+HANDOVER_BYTES = 32
+TAG = struct.Struct("<QQ")  # comes with each descriptor: what it is, and its number among those
+SSD_FILE = 1
+FILES_MAX = 64  # of one answer, and that a client holds on to
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
 Batch: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=BATCH_MAX)]
@@ -40,11 +46,8 @@ TEXT_CHARS_MAX = 256
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=SECONDS_MAX)]
 FetchSeconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=FETCH_SECONDS_MAX)]
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
+Stages: TypeAlias = Annotated[list[Annotated[list[tuple[Number, Number]], msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=8)]
 Hex: TypeAlias = Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")]
-
-
-class Message(msgspec.Struct, frozen=True, tag_field="op", forbid_unknown_fields=True):
-    """Root of all headers."""
 
 
 # -- requests ----------------------------------------------------------------------------------------------------------------------
@@ -238,7 +241,7 @@ class Fetch(Message, frozen=True, tag="fetch", omit_defaults=True):
     n: Batch
     seconds: FetchSeconds
     before: Hex = ""
-    stages: Annotated[list[Annotated[list[tuple[Number, Number]], msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=8)] = []
+    stages: Stages = msgspec.field(default_factory=list)
     passing: bool = False
 
 
@@ -259,6 +262,26 @@ class EndFetch(Message, frozen=True, tag="end_fetch"):
     """This client waits for it no more; what came is not protected for it any more. No reply."""
 
     number: Number
+
+
+class ReadFiles(Message, frozen=True, tag="read_files"):
+    """References to those of these pages that are on SSD, to be read by the client within ``seconds`` (`umbp.pool.references`).
+
+    ``k``: files of which it has descriptors. Arrays: keys u8[n, 32], their tokens u64[k].
+    """
+
+    row: Row
+    number: Number
+    n: Batch
+    seconds: FetchSeconds
+    k: Annotated[int, msgspec.Meta(ge=0, le=FILES_MAX)] = 0
+
+
+class EndFiles(Message, frozen=True, tag="end_files"):
+    """It reads these no more; answered with which of the pages counted until now. Arrays: read u8[m], 1 for what it has, whole."""
+
+    number: Number
+    m: Batch
 
 
 class Locate(Message, frozen=True, tag="locate"):
@@ -298,7 +321,7 @@ class Bye(Message, frozen=True, tag="bye"):
 _OfSessions: TypeAlias = Hello | Near | OpenNamespace | LetGo | GetStatus | Bye
 _OfPages: TypeAlias = Reserve | Commit | UseSpare | TakeLease | Renew | Release | Remove | Flush | Note | Corrupt | MakeSums | Pin | Unpin
 _OfGroups: TypeAlias = TakeScratch | GiveScratch | OpenGroup | Join | Leave
-_OfFetches: TypeAlias = Fetch | GetFetched | Taken | EndFetch | Locate | Prefetch | GetPrefetched
+_OfFetches: TypeAlias = Fetch | GetFetched | Taken | EndFetch | ReadFiles | EndFiles | Locate | Prefetch | GetPrefetched
 Request: TypeAlias = _OfSessions | _OfPages | _OfGroups | _OfFetches
 
 # -- replies -----------------------------------------------------------------------------------------------------------------------
@@ -309,7 +332,8 @@ class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
 
     ``ssd`` is the path of the SSD tier's index, where there is one; ``far``: pages may be had from other nodes. ``numa``: NUMA nodes on
     which this pool has memory, where a client may choose (`Near`). What lies at ``passage`` or beyond, in the segment's data, only passes
-    through (`Taken`); 0: nothing does.
+    through (`Taken`); 0: nothing does. ``handover``: what to say to be handed descriptors (`HANDOVER_REQUEST`), as hex; "": none are.
+    ``files``: pages that are on SSD may be read from its files (`ReadFiles`); ``through``: and need not be kept in DRAM.
     """
 
     session: int
@@ -325,6 +349,9 @@ class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
     far: bool = False
     numa: tuple[int, ...] = ()
     passage: int = 0
+    handover: str = ""
+    files: bool = False
+    through: bool = False
 
 
 class NamespaceOpened(Message, frozen=True, tag="namespace"):
@@ -414,6 +441,20 @@ class Prefetched(Message, frozen=True, tag="prefetched"):
     left: int
 
 
+class FileRefs(Message, frozen=True, tag="files"):
+    """Hold ``number``, for ``seconds``, on m of the pages, in k files; descriptors of those that the client has not are on their way to it.
+
+    Arrays: status u8[n] of `umbp.types.ReadStatus`, HIT for those m; of each of them: file u8[m], an index; block i64[m] of the body,
+    back i64[m] from there to its record's head, check u64[m]; of each file: token u64[k], number u64[k], direct u8[k].
+    """
+
+    number: int
+    n: int
+    m: int
+    k: int
+    seconds: float
+
+
 class Document(Message, frozen=True, tag="document"):
     """Any JSON, as text beside the header, which it might be too long for. Arrays: text u8[size]."""
 
@@ -429,26 +470,10 @@ class Failed(Message, frozen=True, tag="error"):
 
 
 _ForPages: TypeAlias = Reserved | Statuses | Committed | Leased | Numbers | Sums | Fetched | Prefetched
-Reply: TypeAlias = _ForPages | Welcome | NamespaceOpened | ScratchTaken | Roster | Document | Failed
+Reply: TypeAlias = _ForPages | FileRefs | Welcome | NamespaceOpened | ScratchTaken | Roster | Document | Failed
 
-_encoder = msgspec.json.Encoder()
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
-
-
-def encode(message: Message, *arrays: Arrays) -> bytes:
-    """One frame."""
-    header = _encoder.encode(message)
-    blobs = [np.ascontiguousarray(array).tobytes() for array in arrays]
-    return b"".join([PREFIX.pack(4 + len(header) + sum(map(len, blobs)), len(header)), header, *blobs])
-
-
-def frame_bytes(prefix: bytes | bytearray | memoryview) -> int:
-    """Bytes of the whole frame that starts with these 8. ProtocolError if it is larger than any frame may be."""
-    body, header = PREFIX.unpack_from(prefix)
-    if body > FRAME_BYTES_MAX or header > HEADER_BYTES_MAX or header + 4 > body:
-        raise ProtocolError(f"a frame of {body} bytes with a header of {header} is not allowed")
-    return 4 + int(body)
 
 
 def decode_request(frame: bytes | bytearray | memoryview) -> tuple[Request, Blob]:
@@ -459,14 +484,3 @@ def decode_request(frame: bytes | bytearray | memoryview) -> tuple[Request, Blob
 def decode_reply(frame: bytes | bytearray | memoryview) -> tuple[Reply, Blob]:
     """Header and arrays of a whole frame."""
     return decode(frame, _replies)
-
-
-def decode(frame: bytes | bytearray | memoryview, decoder: msgspec.json.Decoder[Any]) -> tuple[Any, Blob]:
-    """Header and arrays of a whole frame of another set of messages."""
-    view = memoryview(frame)
-    header = PREFIX.unpack_from(view)[1]
-    try:
-        message = decoder.decode(view[8 : 8 + header])
-    except msgspec.MsgspecError as error:
-        raise ProtocolError(f"not a message of this protocol: {error}") from None
-    return message, Blob(view[8 + header :])

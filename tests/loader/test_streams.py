@@ -7,7 +7,6 @@ import os
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -52,13 +51,9 @@ class Disk:
         return sum(int(line.split()[1]) for line in log.read_text().splitlines()) if log.exists() else 0
 
 
-def status(pool: PoolProcess) -> Any:
-    with urllib.request.urlopen(f"{pool.http}/v1/status", timeout=60) as answer:
-        return json.load(answer)
-
-
 def ssd_status(pool: PoolProcess) -> dict[str, int]:
-    return dict(status(pool)["ssd"])
+    with urllib.request.urlopen(f"{pool.http}/v1/status", timeout=60) as answer:
+        return json.load(answer)["ssd"]
 
 
 def merged(pool: PoolProcess) -> int:
@@ -101,14 +96,9 @@ def fill(server: PoolProcess) -> None:
 
 
 def evict_all(server: PoolProcess) -> None:
-    """Nothing is in its DRAM. What has just been listed on SSD is held for a moment more by the batch that it was written with."""
+    """Nothing is in its DRAM."""
     request = urllib.request.Request(f"{server.http}/v1/evict", b'{"bytes": "1GiB"}', {"Content-Type": "application/json"}, method="POST")
-
-    def empty() -> bool:
-        urllib.request.urlopen(request, timeout=60).close()
-        return status(server)["keys"] == 0
-
-    eventually(empty, "all has gone from DRAM")
+    urllib.request.urlopen(request, timeout=60).close()
 
 
 @pytest.fixture

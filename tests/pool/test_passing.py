@@ -27,7 +27,8 @@ HIT, BUSY = ReadStatus.HIT, ReadStatus.BUSY
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolProcess]:
     """Pages 0 to COUNT are on its SSD."""
     folder = tmp_path_factory.mktemp("ssd")
-    with PoolProcess("--ssd", f"{folder}:64MiB", "--ssd-admission", "always", "--watermark-high", "1", dram="16MiB") as made:
+    options = ("--ssd", f"{folder}:64MiB", "--ssd-admission", "always", "--watermark-high", "1", "--ssd-files", "off")
+    with PoolProcess(*options, dram="16MiB") as made:
         with umbp.connect(made.socket) as client:
             space = open_namespace(client, SIZE)
             assert space.put(keys_of(*range(COUNT)), values_of(range(COUNT), SIZE)).all(WriteStatus.STORED)

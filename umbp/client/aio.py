@@ -16,6 +16,7 @@ from typing import Any
 from umbp import wire
 from umbp.client import fetches
 from umbp.client.address import socket_path
+from umbp.client.buffers import empty_rows
 from umbp.client.connection import CONNECT_SECONDS_MAX
 from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
@@ -310,6 +311,10 @@ class AsyncNamespace:
     async def get(self, keys: Any, out: Any, *, verify: str = "never", deadline: float | None = None) -> Statuses:
         """Copy pages into ``out``: one `ReadStatus` an item."""
         return await self._pool.run(fetches.get(self._operations, keys, out, verify, deadline))
+
+    def empty(self, count: int) -> U8:
+        """Memory for the ``out`` of a `get`, as `umbp.client.sync.Namespace.empty`."""
+        return empty_rows(count, self.object_bytes)
 
     async def locate(self, keys: Any) -> U8:
         """From where each page would come, (n,) uint8 of `Tier`, 255 where nobody has it."""

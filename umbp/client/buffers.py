@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from umbp.errors import InvalidRequest
+from umbp.store.ssd_system import aligned
 from umbp.types import I64, U8
 
 NAMES = re.compile(":[^:]*:")
@@ -39,8 +40,12 @@ class Rows:
 
     def row(self, index: int) -> memoryview:
         """One row's bytes."""
+        return self.array(index).data
+
+    def array(self, index: int) -> U8:
+        """One row."""
         at = index if self._order is None else int(self._order[index])
-        return self._matrix[at].data if self._matrix is not None else self._list[at].data
+        return self._matrix[at] if self._matrix is not None else self._list[at]
 
     def only(self, which: I64) -> Rows:
         """These rows, numbered from 0."""
@@ -63,6 +68,11 @@ class Rows:
                 copy(slice(low, high), self._matrix[start : start + high - low])
 
     read = fill
+
+
+def empty_rows(count: int, size: int) -> U8:
+    """(count, size) uint8, zeroed, on a page's boundary: rows that direct I/O takes as they are, if ``size`` is a multiple of 512."""
+    return np.frombuffer(aligned(count * size), np.uint8).reshape(count, size)
 
 
 def as_rows(values: Any, size: int, field: str, *, writable: bool) -> Rows:

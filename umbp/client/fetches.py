@@ -9,7 +9,8 @@ come is asked about, and all of it now and then. Pages that have come are copied
 fetch the pool keeps them from eviction.
 
 Where the pool has no room for pages they come all the same, a few at a time, and stay only until the client says that it has them
-(`umbp.pool.passing`): `get` and loads say so when they have copied them.
+(`umbp.pool.passing`): `get` and loads say so when they have copied them. Those that are on this node's SSD `get` reads past the pool's
+memory (`umbp.client.straight`) where it may; it does so at once where the pool says that what was read need not be kept.
 
 Only what the index does not show costs a call, and only where the pool said at hello that it has sources: a pool that is all there is
 answers a miss as before, without one.
@@ -27,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from umbp import wire
+from umbp.client import straight
 from umbp.client.buffers import Rows
 from umbp.client.link import Bond, Look
 from umbp.client.operations import Operations
@@ -134,32 +136,46 @@ class Wanted:
 
 
 def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: float | None) -> Operation[Statuses]:
-    """`Operations.get`, and what is not in DRAM by way of it, within ``deadline`` seconds. What has not come by then is BUSY."""
+    """`Operations.get`, and what is not in DRAM by way of it or past it, within ``deadline`` seconds. What has not come by then is BUSY."""
     seconds = _seconds(deadline, FETCH_SECONDS)
     statuses = yield from operations.get(keys, out, verify)
     missing = np.flatnonzero(statuses.codes == ReadStatus.MISS.value)
-    if not len(missing) or not seconds or not operations.may_fetch:
+    bond = operations.link.bond_or_none()
+    if not len(missing) or not seconds or bond is None or not bond.fetches:
         return statuses
     array, rows, codes, until = as_keys(keys), operations.rows(out), statuses.codes, time.monotonic() + seconds
-    for _ in range(TRIES):
-        gone = yield from _get_absent(operations, array, rows, codes, missing, verify, until - time.monotonic())
-        if not len(gone) or time.monotonic() >= until:
+    past = straight.able(bond)
+    if past and bond.through:
+        yield from straight.read(operations, array, codes, missing, straight.into(rows), until)
+        missing, past = missing[codes[missing] != ReadStatus.HIT.value], False
+    for _ in range(TRIES + past):
+        if not len(missing) or time.monotonic() >= until:
             break
-        missing = gone
+        wanted = missing
+        missing = yield from _get_absent(operations, array, rows, codes, wanted, verify, until - time.monotonic(), passing=not past)
+        if past:  # what there is no room for is read by this process, or passes through after all
+            refused = wanted[codes[wanted] == ReadStatus.BUSY.value]
+            yield from straight.read(operations, array, codes, refused, straight.into(rows), until)
+            missing, past = np.union1d(missing, refused[codes[refused] != ReadStatus.HIT.value]), False
     return statuses
 
 
-def _get_absent(operations: Operations, array: U8, rows: Rows, codes: U8, missing: I64, verify: str, seconds: float) -> Operation[I64]:
-    """Have these pages (indices) brought and copy them out, their codes with them; those that had come, and had gone before the copy."""
+def _get_absent(
+    operations: Operations, array: U8, rows: Rows, codes: U8, missing: I64, verify: str, seconds: float, *, passing: bool
+) -> Operation[I64]:
+    """Have these pages (indices) brought and copy them out, their codes with them; those that had come, and had gone before the copy.
+
+    ``passing``: those that cannot stay too.
+    """
     wanted = Wanted(missing, np.full(len(missing), PENDING, np.uint8), time.monotonic() + seconds + ANSWER_SECONDS)
     try:
-        yield from ask(operations, wanted, array, seconds, passing=True)
+        yield from ask(operations, wanted, array, seconds, passing=passing)
         while True:
             fresh, look = wanted.fresh()
             if len(fresh):
                 look = look or operations.look(array[fresh])
                 codes[fresh] = (yield from operations.read(array[fresh], rows.only(fresh), verify, look)).codes
-                if look is not None and (through := passing(look)).any():
+                if look is not None and (through := pass_through(look)).any():
                     yield from taken(wanted, np.searchsorted(missing, fresh[through]))
             if wanted.over:
                 break
@@ -181,7 +197,7 @@ def hold(operations: Operations, keys: U8, seconds: float, stop: Callable[[], bo
     None if all are there, or can be had from nowhere else. What is there but only passes through for somebody else is not held: `refused`.
     """
     look = operations.look(keys) if operations.may_fetch and len(keys) else None
-    if look is None or (look.found.hit & ~passing(look)).all():
+    if look is None or (look.found.hit & ~pass_through(look)).all():
         return None
     every = np.arange(len(keys))
     wanted = Wanted(every, np.full(len(keys), PENDING, np.uint8), time.monotonic() + seconds + ANSWER_SECONDS)
@@ -191,7 +207,7 @@ def hold(operations: Operations, keys: U8, seconds: float, stop: Callable[[], bo
             yield from wanted.pause()
             yield from wanted.look(operations, keys)
         look = operations.look(keys)
-        wanted.through = look is not None and bool(passing(look).any())
+        wanted.through = look is not None and bool(pass_through(look).any())
     except UmbpError:
         pass
     except BaseException:
@@ -255,7 +271,7 @@ def prefetch_status(operations: Operations, request_id: str) -> Operation[Prefet
 # -- steps of it ---------------------------------------------------------------------------------------------------------------------
 
 
-def passing(look: Look) -> Mask:
+def pass_through(look: Look) -> Mask:
     """Which of the pages that were found only pass through; (n,) bool."""
     found: Mask = look.found.hit & (look.found.rows[:, W_OFFSET] >= look.bond.passage) & (look.bond.passage > 0)
     return found

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from umbp import wire
+from umbp.client.files import IDLE_SECONDS, Files
 from umbp.client.opened import Opened, Spare
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
 from umbp.errors import InvalidRequest, SegmentError, Unavailable
@@ -72,6 +73,9 @@ class Bond:
     ssd: IndexReader | None = None  # the index of this node's SSD tier
     far: bool = False  # and from other nodes
     passage: int = 0  # from here on in ``data`` pages only pass through; 0: nowhere
+    handover: str = ""  # what to say to be handed descriptors
+    files: bool = False  # pages on SSD may be read from its files,
+    through: bool = False  # and need not be kept in DRAM
 
     def call(self, message: wire.Message, *arrays: Any, seconds: float = CALL_SECONDS_MAX) -> Call:
         """A request that counts under this bond only."""
@@ -89,6 +93,7 @@ class ClientStatistics:
     corrupt: int = 0
     optimistic_lost: int = 0
     puts_ahead: int = 0  # into memory that was there already
+    read_straight: int = 0  # pages, from files of the SSD tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,7 @@ class Link:
         self.address = address
         self.client = client
         self._holder = _new_holder()
+        self.files = Files()
         self.up = False
         self.near = numa.node_of_process()
         self.closed = False
@@ -196,7 +202,8 @@ class Link:
                 lease.lost = True
             self.leases.clear()
             elsewhere = (reply.fetches, self._ssd_index(reply), reply.far, reply.passage)
-            self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, *elsewhere)
+            past = (reply.handover, reply.files, reply.through)
+            self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, *elsewhere, *past)
         self.up = True
         if self.near is not None:
             yield from self.be_near(self.near)
@@ -288,6 +295,7 @@ class Link:
         """In the child of a fork: the parent's session, writes, leases and notes are not ours."""
         self._lock = threading.Lock()
         self._holder = _new_holder()
+        self.files.forked()
         self.segment = None  # mapped anew: the lock of the old mapping is the parent's
         self.up = False
         self.welcome = self.bond = None
@@ -334,6 +342,7 @@ class Link:
             yield Call(wire.LetGo(bond.session))
             self.owed.discard(bond)
         yield from self.return_spares(SPARE_SECONDS)
+        self.files.shed()
         if due := self.due_for_renewal(time.monotonic()):
             asked = time.monotonic()
             reply, _ = yield Call(wire.Renew([lease.number for lease in due]))
@@ -370,6 +379,7 @@ class Link:
         """Time until the next lease wants renewal, at most 10 s."""
         waits = [lease.renewed_at + lease.seconds / 3 - now for lease in list(self.leases.values()) if lease.renew]
         waits += [SPARE_SECONDS for opened in self.namespaces if opened.spares]
+        waits += [IDLE_SECONDS] if self.files.any else []
         return max(0.0, min([10.0, *waits]))
 
     # -- notes -------------------------------------------------------------------------------------------------------------------------
@@ -468,6 +478,7 @@ class Link:
         if self.segment is not None:
             self.segment.close()
         self.segment = self.bond = None
+        self.files.close()
 
 
 def _new_holder() -> int:

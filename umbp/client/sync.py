@@ -20,6 +20,7 @@ from typing import Any
 from umbp import wire
 from umbp.client import fetches
 from umbp.client.address import socket_path
+from umbp.client.buffers import empty_rows
 from umbp.client.connection import Connection
 from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
@@ -341,6 +342,10 @@ class Namespace:
         not come by then is BUSY. 0: only what is in DRAM.
         """
         return self._pool.run(fetches.get(self._operations, keys, out, verify, deadline))
+
+    def empty(self, count: int) -> U8:
+        """Zeroed memory for the ``out`` of a `get`, (count, object_bytes) uint8: pages on SSD can be read into it without a copy."""
+        return empty_rows(count, self.object_bytes)
 
     def locate(self, keys: Any) -> U8:
         """From where each page would come, (n,) uint8 of `Tier`, 255 where nobody has it; one call where not all are in DRAM."""

@@ -199,7 +199,10 @@ class LevelDocument(Document, frozen=True):
 
 
 class SsdDocument(Document, frozen=True):
-    """The SSD tier. ``written_today_bytes`` of ``write_max_bytes`` (0: no cap); pages ``waiting`` to be written; counts since this boot."""
+    """The SSD tier. ``written_today_bytes`` of ``write_max_bytes`` (0: no cap); pages ``waiting`` to be written; counts since this boot.
+
+    ``client_keys``, of the ``hits``, were read by clients themselves; ``held_files`` are those that they read from at the moment.
+    """
 
     policy: str
     admission: str
@@ -212,6 +215,8 @@ class SsdDocument(Document, frozen=True):
     write_max_bytes: int
     waiting: int
     hits: int
+    client_keys: int
+    held_files: int
     stored_keys: int
     evicted_keys: int
     removed_keys: int
@@ -243,6 +248,8 @@ def ssd_document(side: SsdSide) -> SsdDocument:
         write_max_bytes=tier.ledger.day_bytes_max,
         waiting=side.queue.count,
         hits=counters.hits,
+        client_keys=counters.by_clients,
+        held_files=len(side.held),
         stored_keys=counters.stored,
         evicted_keys=counters.evicted,
         removed_keys=counters.removed,

@@ -21,7 +21,9 @@ from umbp.config import PoolConfig
 from umbp.core.pool import Pool
 from umbp.errors import InvalidRequest, LimitReached
 from umbp.pool.fetching import Fetching
+from umbp.pool.handover import Handovers
 from umbp.pool.meetings import Meetings
+from umbp.pool.references import References
 from umbp.pool.ssd import SsdSide
 from umbp.store.memory import fence
 from umbp.store.segment import S_HOLDER, S_PID, S_RECALLED, S_SESSION, Segment, held, process_started
@@ -39,6 +41,8 @@ class Server(Protocol):
     fetching: Fetching
     segment: Segment
     ssd: SsdSide | None
+    handovers: Handovers
+    references: References | None
     name: str
 
     def now(self) -> float: ...
@@ -118,6 +122,9 @@ class Owners:
         owner.connected = False
         self.server.meetings.session_ended(owner.session)
         self.server.fetching.session_ended(owner.session)
+        self.server.handovers.session_ended(owner.session)
+        if self.server.references:
+            self.server.references.session_ended(owner.session)
         gone = clean or (owner.pidfd < 0 and not self._holds(owner))
         waiting = self.server.pool.connection_closed(owner.session, gone=gone)
         if not waiting:

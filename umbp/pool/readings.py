@@ -95,6 +95,7 @@ SSD_KEYS = _gauge("umbp_ssd_keys", "Keys on SSD.")
 SSD_WAITING = _gauge("umbp_ssd_waiting_pages", "Pages that wait to be written to SSD.")
 SSD_TODAY = _gauge("umbp_ssd_written_today_bytes", "Bytes written to SSD on this day (UTC).")
 SSD_PAGES = _counter("umbp_ssd_pages_total", "Pages, by what became of them on SSD.", "what")
+SSD_HELD = _gauge("umbp_ssd_held_files", "Files that clients read from at the moment.")
 SSD_CLEANED = _counter("umbp_ssd_cleaned_bytes_total", "Bytes written once more by cleaning.")
 
 NS_SSD = _gauge("umbp_namespace_ssd_bytes", "Bytes of a namespace's pages on SSD.", *BY_NAMESPACE)
@@ -208,6 +209,8 @@ def _ssd(ssd: SsdDocument) -> Iterator[Reading]:
     for what in ("stored", "evicted", "removed", "damaged", "unreadable", "not_admitted", "capped", "unwritten", "dropped"):
         yield Reading(SSD_PAGES, getattr(ssd, f"{what}_keys"), (what,))
     yield Reading(SSD_PAGES, ssd.hits, ("read",))
+    yield Reading(SSD_PAGES, ssd.client_keys, ("read_by_client",))
+    yield Reading(SSD_HELD, ssd.held_files)
     for level in ssd.levels:
         yield Reading(LEVEL, level.capacity_bytes, (level.name,))
         yield Reading(LEVEL_USED, level.used_bytes, (level.name,))

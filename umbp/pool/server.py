@@ -51,10 +51,12 @@ from umbp.pool.cluster import ClusterSide
 from umbp.pool.documents import status_document
 from umbp.pool.door import FrontDoor
 from umbp.pool.fetching import Fetching
+from umbp.pool.handover import Handovers
 from umbp.pool.meetings import Meetings
 from umbp.pool.owners import Owner, Owners
 from umbp.pool.pins import KeptPins
 from umbp.pool.readings import readings
+from umbp.pool.references import References
 from umbp.pool.rest import make_app
 from umbp.pool.sessions import Session
 from umbp.pool.shelf import PoolShelf
@@ -99,6 +101,8 @@ class PoolServer:
         self._noted = asyncio.Event()
         self._stop = asyncio.Event()
         self.ssd: SsdSide | None = None
+        self.handovers = Handovers()
+        self.references: References | None = None
         self._sessions: set[Session] = set()
         self._undecided = 0  # TCP connections that have not said yet what they want
 
@@ -278,6 +282,7 @@ class PoolServer:
         if ssd:
             self.ssd = SsdSide(config, self.pool, self.segment.data.array, self.now, turns=self.turns)
             self.sources.insert(0, SsdSource(self.ssd))
+            self.references = References(self.ssd, self.handovers) if config.ssd_files else None
             self.cluster.more_tiers.append(self.ssd.capacity)
             self.cluster.reporter.keeps.append(self.ssd.keys)
         self.fetching = Fetching(
@@ -315,6 +320,8 @@ class PoolServer:
             await self.pages.close()
             if self.agent:
                 self.agent.close()
+            if self.references:
+                self.references.close()
             if self.ssd:
                 self.ssd.close()
             self.summer.close()
@@ -335,6 +342,8 @@ class PoolServer:
             self.fetching.tick(self.now())
             if self.ssd:
                 self.ssd.tick(self.now())
+            if self.references:
+                self.references.tick(self.now())
             self.cluster.reporter.wake()  # of what was evicted
             if busy:
                 await self.turns.wait()
@@ -358,7 +367,8 @@ class PoolServer:
     # -- connections -------------------------------------------------------------------------------------------------------------------
 
     def _front_door(self) -> FrontDoor:
-        return FrontDoor({wire.UPGRADE_REQUEST: (self._new_session, False)}, self._http_protocol)
+        doors = {wire.UPGRADE_REQUEST: (self._new_session, False), wire.HANDOVER_REQUEST: (self.handovers.door, False)}
+        return FrontDoor(doors, self._http_protocol)
 
     def _tcp_door(self) -> asyncio.BaseProtocol:
         if self.state != "ready":

@@ -9,7 +9,7 @@ import numpy as np
 
 from umbp import wire
 from umbp.core.fetches import Ticket
-from umbp.errors import NotFound
+from umbp.errors import InvalidRequest, NotFound
 from umbp.types import U8, ReadStatus
 
 if TYPE_CHECKING:
@@ -49,6 +49,29 @@ def end_fetch(session: Session, message: wire.EndFetch, blob: wire.Blob, now: fl
     with contextlib.suppress(NotFound):  # it was of a session before this one, or is forgotten
         session.server.fetching.end(session.session, message.number)
     return b""
+
+
+def read_files(session: Session, message: wire.ReadFiles, blob: wire.Blob, now: float) -> bytes:
+    """References to pages on SSD; answered when the descriptors are handed over."""
+    keys, known = blob.keys(message.n), blob.take(np.uint64, message.k)
+    blob.end()
+    references, state = session.server.references, session.server.pool.find_namespace(message.row)
+    if session.session not in state.sessions:
+        raise InvalidRequest("this session has not opened that namespace", field="namespace")
+    account = state.account
+    if references is None or account.number != message.number:
+        code = ReadStatus.BUSY if references is None else ReadStatus.MISS
+        return wire.encode(wire.FileRefs(0, message.n, 0, 0, 0.0), np.full(message.n, code, np.uint8))
+    return session.later(references.refer(session.session, account, keys, known, message.seconds))
+
+
+def end_files(session: Session, message: wire.EndFiles, blob: wire.Blob, now: float) -> bytes:
+    """What was read of them counts, or not."""
+    read = blob.take(np.uint8, message.m)
+    blob.end()
+    references = session.server.references
+    still = references.end(session.session, message.number, read) if references else np.zeros(message.m, np.uint8)
+    return wire.encode(wire.Statuses(message.m), still)
 
 
 def locate(session: Session, message: wire.Locate, blob: wire.Blob, now: float) -> bytes:

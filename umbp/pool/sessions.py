@@ -190,7 +190,7 @@ class Session(asyncio.Protocol):
         self.owner.silent = self._silent
         if self._hello:
             self._hello.cancel()
-        limits, segment = self.server.pool.limits, self.server.segment
+        limits, segment, files = self.server.pool.limits, self.server.segment, self.server.references is not None
         return wire.encode(
             wire.Welcome(
                 session=self.owner.session,
@@ -206,6 +206,9 @@ class Session(asyncio.Protocol):
                 far=any(not source.local for source in self.server.fetching.sources),
                 numa=self.server.config.numa_nodes,
                 passage=self.server.fetching.passing.begins,
+                handover=self.server.handovers.promise(self.session).hex() if files else "",
+                files=files,
+                through=self.server.config.fetch == "pass_through",
             )
         )
 
@@ -445,6 +448,8 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.GetFetched: session_fetches.get_fetched,
     wire.Taken: session_fetches.taken,
     wire.EndFetch: session_fetches.end_fetch,
+    wire.ReadFiles: session_fetches.read_files,
+    wire.EndFiles: session_fetches.end_files,
     wire.Locate: session_fetches.locate,
     wire.Prefetch: session_fetches.prefetch,
     wire.GetPrefetched: session_fetches.get_prefetched,

@@ -25,7 +25,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
@@ -47,6 +47,7 @@ from umbp.store.ssd_cleaning import clean_steps, wanted
 from umbp.store.ssd_drive import AWAY, UP, Drive
 from umbp.store.ssd_format import NamespaceNote
 from umbp.store.ssd_reads import takes_direct
+from umbp.store.ssd_records import SegmentFile
 from umbp.store.ssd_system import Steps, System
 from umbp.store.ssd_table import SsdTable
 from umbp.store.ssd_upkeep import opened_steps, watch_steps
@@ -165,6 +166,7 @@ class SsdSide:
         self._notes: deque[tuple[int, U8, Sequence[tuple[int, int]]]] = deque(maxlen=NOTES_MAX)
         self._counted_at = float("-inf")
         self.keys = SsdKeys(self.table.writer.entries)
+        self.held: Counter[SegmentFile] = Counter()  # files that clients read from (`umbp.pool.references`), and by how many holds
         self.stopping = False
         pool.objects.fresh = deque()
 

@@ -53,6 +53,7 @@ class Counters:
     """Since the start. ``dropped``: pages evicted so that a write need not wait for cleaning. ``capped``: not written for the day's cap."""
 
     hits: int = 0
+    by_clients: int = 0  # of the hits: read by clients from the files
     stored: int = 0
     evicted: int = 0
     dropped: int = 0

@@ -6,6 +6,7 @@ of it by one `pwritev` from where the bodies lie; so some threads make checksums
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ class SegmentFile:
     live_pages: int = 0
     listed: int = 0  # of ``count``, pages that the tier has heard of
     written_at: float = 0.0
+    token: int = field(default_factory=itertools.count(1).__next__)  # no other file has it in this process, nor this one opened anew
 
     @property
     def settled(self) -> bool:

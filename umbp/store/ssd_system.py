@@ -45,6 +45,10 @@ class System:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if create else 0) | (os.O_DIRECT if direct else 0)
         return os.open(path, flags, 0o600)
 
+    def open_again(self, fd: int, *, direct: bool) -> int:
+        """Another descriptor of this very file, wherever it lies by now, to be read only."""
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if direct else 0))
+
     def close(self, fd: int) -> None:
         """Let a descriptor go."""
         os.close(fd)
