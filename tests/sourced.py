@@ -72,6 +72,7 @@ class Made:
 
     read_bytes_max = 1 << 20
     local = True
+    ranged = False
 
     def __init__(self, name: str, thousands: set[int], seconds: float) -> None:
         self.name, self.thousands, self.seconds = name, thousands, seconds

@@ -330,10 +330,11 @@ Request: TypeAlias = _OfSessions | _OfPages | _OfGroups | _OfFetches
 class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
     """The session is open. ``segment`` is the path of the shared-memory file; ``fetches``: pages may be had from elsewhere than DRAM.
 
-    ``ssd`` is the path of the SSD tier's index, where there is one; ``far``: pages may be had from other nodes. ``numa``: NUMA nodes on
-    which this pool has memory, where a client may choose (`Near`). What lies at ``passage`` or beyond, in the segment's data, only passes
-    through (`Taken`); 0: nothing does. ``handover``: what to say to be handed descriptors (`HANDOVER_REQUEST`), as hex; "": none are.
-    ``files``: pages that are on SSD may be read from its files (`ReadFiles`); ``through``: and need not be kept in DRAM.
+    ``ssd`` is the path of the SSD tier's index, where there is one; ``far``: pages may be had from other nodes, ``ranged``: in stages
+    (`Fetch`). ``numa``: NUMA nodes on which this pool has memory, where a client may choose (`Near`). What lies at ``passage`` or beyond,
+    in the segment's data, only passes through (`Taken`); 0: nothing does. ``handover``: what to say to be handed descriptors
+    (`HANDOVER_REQUEST`), as hex; "": none are. ``files``: pages that are on SSD may be read from its files (`ReadFiles`); ``through``: and
+    need not be kept in DRAM.
     """
 
     session: int
@@ -347,6 +348,7 @@ class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
     fetches: bool = False
     ssd: str = ""
     far: bool = False
+    ranged: bool = False
     numa: tuple[int, ...] = ()
     passage: int = 0
     handover: str = ""

@@ -1,6 +1,6 @@
 """Pages of another node: a get over loopback TCP, beside a plain copy between two processes and Mooncake Store: one JSON line a row.
 
-    python scripts/bench/bench_remote.py [--repeats 7] [--mooncake FOLDER] [--fetch copy]
+    python scripts/bench/bench_remote.py [--repeats 7] [--mooncake FOLDER] [--fetch copy] [--only get|load]
 
 A master and two pools, all real processes; the client is of the second pool, the pages are on the first. Before each get the second pool
 forgets them (not timed); a get is from the call until the pages are in the caller's memory. The floor is what two processes can do at all:
@@ -9,6 +9,9 @@ over the other's in bytes a second; ``fetch`` the second pool's policy, which is
 --mooncake (an environment as `bench_mooncake.py` makes one) the same gets by Mooncake Store, its segment in another process, reached by
 TCP; ``plain_copy_ratio`` is then what the floor of the row before made of Mooncake's rate: a target above it is out of reach of one
 connection and no work at all.
+
+Then loads: a loader of the second pool's node restores pages of 8 layers that are on the first, into tensors; "whole pages" is the same
+load where each page is waited for until it is whole. Seconds until the first layer can be used, and until all can.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 from bench_mooncake import Peer, environment
-from harness import Machine, child, compared, emit, in_turns, namespace, settle, timed, wait_until_quiet
+from harness import Machine, Side, child, compared, emit, in_turns, namespace, settle, timed, wait_until_quiet
 
 import umbp
 from tests.masters import MasterProcess, until
@@ -34,6 +37,7 @@ from umbp import ReadStatus
 SHAPES = ((1 << 20, 64, 0.85, 1.0), (64 << 10, 128, 0.0, 2.0), (4 << 20, 16, 0.0, 1.0))
 """Bytes of a page, pages a get, and what is wanted of the floor and of Mooncake."""
 WORKING_SET = 512 << 20
+LOAD_PAGES, LAYERS, LAYER_BYTES = 256, 8, 128 << 10
 
 
 # -- the floor -----------------------------------------------------------------------------------------------------------------------
@@ -158,11 +162,61 @@ def against_mooncake(subject: Subject, peer: Peer, repeats: int, at_least: float
     emit(bench="remote", beside="Mooncake Store", **shape, fetch=fetch, **fields, foreign_cpu=machine.kept)
 
 
+# -- loads ---------------------------------------------------------------------------------------------------------------------------
+
+
+def against_whole_pages(master: MasterProcess, pools: tuple[PoolProcess, PoolProcess], repeats: int, pids: list[int], fetch: str) -> None:
+    import torch
+
+    from umbp.loader import loader as module
+
+    tensors = {"kv": [torch.zeros((LOAD_PAGES, LAYER_BYTES), dtype=torch.uint8) for _ in range(LAYERS)]}
+    for tensor in tensors["kv"]:
+        tensor.random_(0, 256)
+    layout = umbp.Layout.of(tensors, page_tokens=1)
+    clients = [umbp.connect(pool.socket) for pool in pools]
+    there, here = (client.namespace(model="load", page_tokens=1, layout=layout, replicated=True) for client in clients)
+    keys, slots = np.random.default_rng(9).integers(0, 256, (LOAD_PAGES, 32), dtype=np.uint8), np.arange(LOAD_PAGES)
+    with umbp.Loader(there, tensors) as loader:
+        assert not loader.offload(keys, slots).result().refused.any()
+    settle(clients[0])
+    until(lambda: all(master.locations(bytes(key)) for key in keys[[0, -1]]))
+    streaming = module.streaming_or_none
+    with umbp.Loader(here, tensors) as loader:
+
+        def load(layered: bool) -> list[float]:
+            here.remove(keys)
+            module.streaming_or_none = streaming if layered else lambda *_: None  # type: ignore[assignment]
+            done = loader.load(keys, slots, deadline=60.0).finish()
+            assert not len(done.missing), done.reason
+            return [float(done.ready_at[0]), float(done.ready_at[-1])]
+
+        machine = Machine(*pids)
+        wait_until_quiet()
+        layered, whole = in_turns(repeats, lambda: load(layered=True), lambda: load(layered=False), machine=machine)
+        module.streaming_or_none = streaming
+    for at, what in enumerate(("first layer", "all layers")):
+        row = compared(*(Side([[each[at]] for each in side.passes]) for side in (layered, whole)))
+        emit(
+            bench="remote",
+            beside="whole pages",
+            load=what,
+            bytes=here.object_bytes * LOAD_PAGES,
+            fetch=fetch,
+            **row,
+            foreign_cpu=machine.kept,
+        )
+    for space, client in zip((there, here), clients, strict=True):
+        space.flush()
+        client.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--mooncake", type=Path, help="the environment that has Mooncake")
     parser.add_argument("--fetch", default="copy", choices=("copy", "promote", "pass_through"), help="the policy of the pool that reads")
+    parser.add_argument("--only", choices=("get", "load"), help="not the others")
     parser.add_argument("--floor", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.floor:
@@ -174,13 +228,15 @@ def main() -> None:
         pools = (first, second)
         master.synced(*pools)
         pids = [master.pid, *(pool.pid for pool in pools)]
-        for size, batch, of_floor, of_mooncake in SHAPES:
+        for size, batch, of_floor, of_mooncake in () if arguments.only == "load" else SHAPES:
             subject = Subject(master, pools, size, batch)
             plain = against_the_floor(subject, arguments.repeats, of_floor, pids, arguments.fetch)
             if arguments.mooncake:
                 with Peer(environment(arguments.mooncake), "remote", WORKING_SET) as peer:
                     against_mooncake(subject, peer, arguments.repeats, of_mooncake, pids, arguments.fetch, plain)
             subject.close()
+        if arguments.only != "get":
+            against_whole_pages(master, pools, arguments.repeats, pids, arguments.fetch)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbp.core.stages import RANGES_MAX, STAGE_BYTES_MIN, STAGES_MAX, Stages, stages, steps
+from umbp.core.stages import RANGES_MAX, STAGE_BYTES_MIN, STAGES_MAX, Stages, runs, stages, steps
 from umbp.store.index import chunks_of
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -83,3 +83,20 @@ def test_any_layout_is_read_whole_and_in_order(shape: list[list[int]], pages: in
     shape[0] = [max(1, nbytes) for nbytes in shape[0]]  # no layer without a byte
     offsets, sizes, size = layout(*shape)
     check(stages(offsets, sizes, size, pages), offsets, sizes, size, pages)
+
+
+@given(
+    offsets=st.lists(st.integers(0, 12), unique=True, max_size=8),
+    cuts=st.sets(st.integers(0, 60), min_size=2, max_size=8),
+    gap=st.integers(0, 3),
+)
+def test_spans_of_pages_are_the_same_bytes_in_the_same_order_in_as_few_runs_as_can_be(offsets: list[int], cuts: set[int], gap: int) -> None:
+    """Against a list of all bytes. Pages of 60 bytes that lie side by side, or apart."""
+    bounds = sorted(cuts)
+    spans = tuple(zip(bounds[::2], bounds[1::2], strict=False))
+    places = np.array(offsets, np.int64) * (60 + gap)
+    want = [at for place in places.tolist() for start, stop in spans for at in range(place + start, place + stop)]
+    starts, lengths = runs(places, spans)
+    made = [at for start, length in zip(starts.tolist(), lengths.tolist(), strict=True) for at in range(start, start + length)]
+    assert made == want
+    assert len(starts) == sum(1 for before, at in zip([-2, *want], want, strict=False) if at != before + 1)

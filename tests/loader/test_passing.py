@@ -48,7 +48,7 @@ def test_a_load_of_more_than_passes_at_once(server: PoolProcess, monkeypatch: py
     """Of pages in DRAM, pages on SSD and one that nobody has."""
     assert 4 * passage_bytes(DRAM) < COUNT * SIZE
     if staged:  # as loads are of 32 MiB and more
-        monkeypatch.setattr("umbp.loader.streams.SSD_BYTES_MIN", 1 << 20)
+        monkeypatch.setattr("umbp.loader.streams.AWAY_BYTES_MIN", 1 << 20)
         monkeypatch.setattr("umbp.core.stages.STAGE_BYTES_MIN", 1 << 19)
     cache, slots = cache_of(), slots_for(1, COUNT + 1)
     with umbp.connect(server.socket) as holder, umbp.connect(server.socket) as pool:

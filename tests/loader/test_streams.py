@@ -13,6 +13,7 @@ import pytest
 
 import umbp
 from tests.field.people import eventually
+from tests.gate import Keeper
 from tests.pools import PoolProcess
 from tests.signpost import Signpost
 from umbp.types import NOWHERE, ReadStatus, Tier, WriteStatus
@@ -27,28 +28,6 @@ LAYER = TOKENS * WIDTH  # 128 KiB
 SIZE = LAYERS * LAYER
 COUNT = 40  # pages: 40 MiB
 FIRST = COUNT * LAYER  # the bytes of the first layer of all
-
-
-class Disk:
-    """The gate of `tests.slow_disk`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._turn = 0
-
-    def let(self, size_bytes: int) -> None:
-        """So many bytes more, and no further."""
-        self._turn += 1
-        (self.folder / "gate.new").write_text(f"{size_bytes} {self._turn}")
-        (self.folder / "gate.new").rename(self.folder / "gate")
-
-    def free(self) -> None:
-        (self.folder / "gate").unlink(missing_ok=True)
-
-    def read(self) -> int:
-        """Bytes read."""
-        log = self.folder / "read"
-        return sum(int(line.split()[1]) for line in log.read_text().splitlines()) if log.exists() else 0
 
 
 def ssd_status(pool: PoolProcess) -> dict[str, int]:
@@ -102,14 +81,14 @@ def evict_all(server: PoolProcess) -> None:
 
 
 @pytest.fixture
-def disk(folder: Path) -> Iterator[Disk]:
-    made = Disk(folder)
+def disk(folder: Path) -> Iterator[Keeper]:
+    made = Keeper(folder)
     yield made
     made.free()
 
 
 @pytest.fixture
-def pool(server: PoolProcess, disk: Disk) -> Iterator[umbp.Pool]:
+def pool(server: PoolProcess, disk: Keeper) -> Iterator[umbp.Pool]:
     """A client of a pool that has nothing in DRAM."""
     with umbp.connect(server.socket) as client:
         eventually(lambda: client.status()["being_written"] == 0, "nothing of the test before is on its way")
@@ -120,7 +99,7 @@ def pool(server: PoolProcess, disk: Disk) -> Iterator[umbp.Pool]:
         eventually(lambda: client.status()["leases"] == 0, "all leases are over")
 
 
-def test_the_first_layer_is_there_before_the_last_is_read(pool: umbp.Pool, disk: Disk) -> None:
+def test_the_first_layer_is_there_before_the_last_is_read(pool: umbp.Pool, disk: Keeper) -> None:
     cache, slots = cache_of(), slots_for(1, COUNT)
     space = cache.namespace(pool, tenant="t")
     keys = keys_of(range(COUNT))
@@ -152,7 +131,7 @@ def test_the_first_layer_is_there_before_the_last_is_read(pool: umbp.Pool, disk:
     assert (space.locate(keys) == Tier.DRAM).all()
 
 
-def test_pages_in_dram_and_pages_that_nobody_has_are_part_of_the_same_load(pool: umbp.Pool, disk: Disk) -> None:
+def test_pages_in_dram_and_pages_that_nobody_has_are_part_of_the_same_load(pool: umbp.Pool, disk: Keeper) -> None:
     cache, slots = cache_of(), slots_for(2, 46)
     space = cache.namespace(pool, tenant="t")
     out = np.empty((3, SIZE), np.uint8)
@@ -165,7 +144,7 @@ def test_pages_in_dram_and_pages_that_nobody_has_are_part_of_the_same_load(pool:
     assert cache.untouched(slots[:COUNT])
 
 
-def test_ranks_of_a_group_share_one_read_of_the_disk_and_each_moves_for_itself(server: PoolProcess, pool: umbp.Pool, disk: Disk) -> None:
+def test_ranks_of_a_group_share_one_read_of_the_disk_and_each_moves_for_itself(server: PoolProcess, pool: umbp.Pool, disk: Keeper) -> None:
     caches, places = [cache_of(), cache_of()], [slots_for(8, COUNT), slots_for(9, COUNT)]
     disk.let(0)
     before = merged(server)
@@ -189,7 +168,7 @@ def test_ranks_of_a_group_share_one_read_of_the_disk_and_each_moves_for_itself(s
             loader.close()
 
 
-def test_a_disk_that_hangs_costs_its_pages_and_no_more_time_than_the_deadline(pool: umbp.Pool, disk: Disk) -> None:
+def test_a_disk_that_hangs_costs_its_pages_and_no_more_time_than_the_deadline(pool: umbp.Pool, disk: Keeper) -> None:
     cache, slots = cache_of(), slots_for(3, COUNT)
     space = cache.namespace(pool, tenant="t")
     out = np.empty((3, SIZE), np.uint8)
@@ -212,7 +191,7 @@ def test_a_disk_that_hangs_costs_its_pages_and_no_more_time_than_the_deadline(po
         assert all((view[others] == before[at][others]).all() for at, view in cache.views.items()), "written after finish"
 
 
-def test_a_cancelled_load_stops_the_reading(pool: umbp.Pool, disk: Disk) -> None:
+def test_a_cancelled_load_stops_the_reading(pool: umbp.Pool, disk: Keeper) -> None:
     cache, slots = cache_of(), slots_for(5, COUNT)
     space = cache.namespace(pool, tenant="t")
     stage = -(-(16 << 20) // FIRST) * FIRST
@@ -265,7 +244,7 @@ def test_pages_damaged_in_a_late_layer_are_exactly_those_that_are_missing(folder
 
 
 def test_a_pool_that_is_killed_in_the_middle_costs_the_pages_that_were_on_their_way(
-    server: PoolProcess, pool: umbp.Pool, disk: Disk
+    server: PoolProcess, pool: umbp.Pool, disk: Keeper
 ) -> None:
     cache, slots = cache_of(), slots_for(7, COUNT)
     space = cache.namespace(pool, tenant="t")
@@ -299,7 +278,7 @@ def test_a_page_that_fails_in_the_middle_is_taken_from_another_node_that_has_the
     ):
         fill(here)
         master.seconds = 1.0  # so that the disk is asked first
-        disk, cache = Disk(tmp_path), cache_of()
+        disk, cache = Keeper(tmp_path), cache_of()
         space, replica = cache.namespace(pool, tenant="t"), cache.namespace(other, tenant="t")
 
         def taken(numbers: list[int], same: int, first: int, different: int, nowhere: int) -> bool:

@@ -101,6 +101,7 @@ class Deaf:
     """A transport whose peers have nothing."""
 
     name = "http"
+    ranged = False
 
     async def read(self, peer: Peer, namespace: str, size: int, keys: U8, data: U8, offsets: I64, deadline: float, came: Came) -> Moved:
         return Moved(np.full(len(keys), ReadStatus.MISS, np.uint8), np.zeros(len(keys), np.uint64), 0)

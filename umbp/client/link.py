@@ -72,6 +72,7 @@ class Bond:
     fetches: bool = False  # pages that are not in DRAM may be had from elsewhere
     ssd: IndexReader | None = None  # the index of this node's SSD tier
     far: bool = False  # and from other nodes
+    ranged: bool = False  # these in stages
     passage: int = 0  # from here on in ``data`` pages only pass through; 0: nowhere
     handover: str = ""  # what to say to be handed descriptors
     files: bool = False  # pages on SSD may be read from its files,
@@ -201,7 +202,7 @@ class Link:
             for lease in self.leases.values():
                 lease.lost = True
             self.leases.clear()
-            elsewhere = (reply.fetches, self._ssd_index(reply), reply.far, reply.passage)
+            elsewhere = (reply.fetches, self._ssd_index(reply), reply.far, reply.ranged, reply.passage)
             past = (reply.handover, reply.files, reply.through)
             self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, *elsewhere, *past)
         self.up = True

@@ -16,7 +16,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WAYS = ("auto", "fused", "staged", "solo")
-CAUSES = ("no_group", "asked", "small", "verify", "too_many_pages", "replicated", "unmapped", "unreachable", "no_meeting", "ssd", "no_room")
+CAUSES = (
+    "no_group",
+    "asked",
+    "small",
+    "verify",
+    "too_many_pages",
+    "replicated",
+    "unmapped",
+    "unreachable",
+    "no_meeting",
+    "ssd",
+    "remote",
+    "no_room",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,17 @@ def steps(ranges: tuple[Ranges, ...], size: int) -> list[Step]:
     return made
 
 
+def runs(offsets: I64, spans: Ranges) -> tuple[I64, I64]:
+    """Where the bytes ``spans`` of pages at ``offsets`` (m,) lie, page after page: starts and lengths (k,), what follows at once in one."""
+    bounds = np.array(spans, np.int64).reshape(-1, 2)
+    starts = (offsets[:, None] + bounds[:, 0]).reshape(-1)
+    lengths: I64 = np.tile(bounds[:, 1] - bounds[:, 0], len(offsets))
+    first = np.ones(len(starts), bool)
+    first[1:] = starts[1:] != starts[:-1] + lengths[:-1]
+    at = np.flatnonzero(first)
+    return starts[at], np.add.reduceat(lengths, at) if len(at) else lengths
+
+
 def _spans(chunks: int, each: int, size: int) -> Ranges:
     spans: list[tuple[int, int]] = []
     for at in range(CHUNKS_MAX):

@@ -11,8 +11,8 @@ alone. Which of the two, and how, is `umbp.core.movers`'s choice.
 
 Pages that are not in DRAM (`umbp.client.fetches`) are brought there first, for at most `FETCH_SHARE` of the load's time, and held until the
 load is over; what has not come by then is missing. A load of pages that are all in DRAM makes no call for it. Where a good part is on this
-node's SSD, it begins with the layers that have been read (`umbp.loader.streams`); pages that DRAM has no room for are moved as they come
-(but for a load that compares checksums: for that they are missing).
+node's SSD or on others, it begins with the layers that have come (`umbp.loader.streams`); pages that DRAM has no room for are moved as they
+come (but for a load that compares checksums: for that they are missing).
 
 An offload: see `umbp.loader.offloads`.
 
@@ -59,6 +59,7 @@ FETCH_SHARE = 0.8  # of a load's time may be spent on waiting for pages from els
 COPY_THREADS_MAX = 4
 STREAMED = {
     "ssd": "a good part is on SSD: each rank moves what has been read of it",
+    "remote": "a good part is on other nodes: each rank moves what has come of it",
     "no_room": "there is no room for some of the pages in DRAM: each rank moves them as they pass through",
 }
 LAYER_GROUPS = 8  # what the break-even is asked for: a typical load
@@ -243,7 +244,7 @@ class Loader:
                 return
             seconds = max(0.0, FETCH_SHARE * (load.deadline - time.monotonic()))
             if verify == "never" and (streaming := streaming_or_none(self.namespace, keys)) is not None:
-                self._stream(load, keys, slots, after, taken, seconds, streaming, "ssd")
+                self._stream(load, keys, slots, after, taken, seconds, *streaming)
                 return
             wanted = self.namespace.run(hold(self.namespace.operations, keys, seconds, lambda: load.over or load.cancelled))
             if verify == "never" and wanted is not None and wanted.refused:

@@ -1,11 +1,11 @@
-"""Loads of pages that are on this node's SSD: their first layers are moved while the others are still being read.
+"""Loads of pages that are on this node's SSD or on other nodes: their first layers are moved while the others are still being read.
 
 Theory of operation
 -------------------
-Where a good part of a load is on SSD, waiting for whole pages would cost the time of reading all of it before the first layer. So the pool
-is asked to read first the first layers of all pages, then the next ones (`umbp.core.stages`), and what is there is seen in shared memory
-(`umbp.client.arrivals`). The load goes through its layers as far as all its pages have them: pages in DRAM, which are leased, have all;
-pages from other nodes none before they are whole.
+Where a good part of a load is not in DRAM, waiting for whole pages would cost the time of reading all of it before the first layer. So
+the pool is asked to read first the first layers of all pages, then the next ones (`umbp.core.stages`), from the disk and from other nodes
+at the same time, and what is there is seen in shared memory (`umbp.client.arrivals`). The load goes through its layers as far as all its
+pages have them: pages in DRAM, which are leased, have all; what comes by a transport that knows no parts has none before it is whole.
 
     lease what is in DRAM; ask for the rest
     repeat: look -> layers that every page has which is not lost -> move them, for all pages at once -> tell the load
@@ -22,8 +22,9 @@ that failed before does not hold up the others.
 *Deadlines*: the slots are claimed only while bytes move, never while the pool or a disk is waited for. So whatever hangs, the load ends at
 its deadline. Pages that are not whole by the time that may be spent on waiting are lost, and the others are moved in the rest of it.
 
-In a group each rank moves all that it wants for itself: all of them look at the same read, and the disk is slower than every rank's link
-together. So a group is not worth a meeting when more than one in `SSD_SHARE` bytes must come from the disk.
+In a group each rank moves all that it wants for itself: all of them look at the same read, and a disk, or a stream of a node's, is slower
+than every rank's link together. So a group is not worth a meeting when more than one in `AWAY_SHARE` bytes must come from there. Pages that
+nobody has are taken for such, as only the pool could say: whoever asks before (`Loader.lookup`) has none in its load.
 """
 
 from __future__ import annotations
@@ -43,26 +44,31 @@ from umbp.loader.handles import Load
 from umbp.loader.mover import Mover
 from umbp.types import I64, U8, U64, Mask
 
-SSD_SHARE = 8  # a disk of 7 GB/s is to a host link of 55 GB/s as 1 to 8
-SSD_BYTES_MIN = 32 << 20  # less is read whole in the time of some polls
+AWAY_SHARE = 8  # a disk of 7 GB/s is to a host link of 55 GB/s as 1 to 8
+AWAY_BYTES_MIN = 32 << 20  # less is read whole in the time of some polls
 
 
-def streaming_or_none(namespace: Namespace, keys: U8) -> Stages | None:
-    """How to stream this load; None if it is not worth it. No call: reads the tier's index."""
+def streaming_or_none(namespace: Namespace, keys: U8) -> tuple[Stages, str] | None:
+    """How to stream this load, and why: "ssd" or "remote", where most of it comes from. None if it is not worth it. No call."""
     operations, layout = namespace.operations, namespace.identity.layout
     bond = operations.link.bond_or_none()
-    if bond is None or bond.ssd is None or layout.layers < 2 or not len(keys):
+    if bond is None or not (bond.ssd or bond.ranged) or layout.layers < 2 or not len(keys):
         return None
     look = operations.look(keys)
     absent = keys[~look.found.hit] if look is not None and look.bond is bond else keys[:0]
-    if look is None or len(absent) * SSD_SHARE < len(keys) or len(absent) * namespace.object_bytes < SSD_BYTES_MIN:
+    if look is None or not _worth_it(len(absent), len(keys), namespace.object_bytes):
         return None
-    pages = int(np.count_nonzero(operations.on_ssd(look, absent)))
-    size = pages * namespace.object_bytes
-    if pages * SSD_SHARE < len(keys) or size < SSD_BYTES_MIN:
+    on_ssd = int(np.count_nonzero(operations.on_ssd(look, absent))) if bond.ssd is not None else 0
+    pages = len(absent) if bond.ranged else on_ssd
+    if not _worth_it(pages, len(keys), namespace.object_bytes):
         return None
     order = stages(layout.offsets, layout.sizes, namespace.object_bytes, pages)
-    return order if order.ranges else None
+    return (order, "ssd" if 2 * on_ssd >= pages else "remote") if order.ranges else None
+
+
+def _worth_it(away: int, pages: int, size: int) -> bool:
+    """Whether so many of so many pages, of ``size`` bytes, are enough to begin before they are whole."""
+    return away * AWAY_SHARE >= pages and away * size >= AWAY_BYTES_MIN
 
 
 def no_room(layout: Layout, size: int, pages: int) -> Stages:

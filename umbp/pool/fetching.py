@@ -43,7 +43,7 @@ from umbp.pool.parts import Left, Part, SourceCounts, names
 from umbp.pool.passing import Passing
 from umbp.pool.places import SUSPECT_FROM_SECONDS, Places
 from umbp.pool.rooms import Rooms
-from umbp.pool.sources import Offer, Ranged, Source, Space, Taken
+from umbp.pool.sources import Offer, Source, Space, Taken
 from umbp.pool.staged import Staged, checked_stages
 from umbp.pool.turns import Turns
 from umbp.store.bell import Bell
@@ -309,12 +309,14 @@ class Fetching:
         """Each page to the cheapest offer that has it, in parts; and the pages that nobody has, (len(left),) bool."""
         nobody = np.ones(len(left), bool)
         parts: list[Part] = []
+        in_stages = 0
         room = self.pool.objects.allocator.capacity_bytes // PART_SHARE
         for source, offer in offers:
             mine = offer.which[nobody[offer.which]]
             nobody[mine] = False
-            if batch.stages and isinstance(source, Ranged):
-                staged = self.staged.pages_max(len(mine), space)
+            if batch.stages and offer.ranged:
+                staged = self.staged.pages_max(len(mine), space, in_stages)
+                in_stages += staged
                 parts += [Part(source, offer, left[mine[:staged]], staged=True)] if staged else []
                 mine = mine[staged:]
             step = max(1, min(source.read_bytes_max, room) // space.object_bytes)
@@ -365,11 +367,13 @@ class Fetching:
             raise
         return part.which[(status == WriteStatus.PENDING) & ~mine], passing, rooms
 
-    async def read_same(self, batch: Batch, space: Space, part: Part, rooms: Rooms, same: Same, codes: U8) -> None:
-        """`read` of pages that must be those that they were, when it is the place's turn, within the time of who waits."""
+    async def read_over(self, batch: Batch, space: Space, part: Part, rooms: Rooms, same: Same | None, codes: U8) -> None:
+        """`read` of pages of which parts may be in use, when it is the place's turn, within the time of who waits."""
         try:
             async with asyncio.timeout(max(0.0, batch.deadline - self.now())), self.places.of(part.offer.place).turns, self.reads:
                 deadline = min(batch.deadline, self.now() + READ_SECONDS_MAX)
+                if same is not None:
+                    await same.note()
                 await self.read(batch, space, part, rooms, deadline, codes, same)
         except TimeoutError:
             pass
@@ -379,15 +383,14 @@ class Fetching:
     async def read(
         self, batch: Batch, space: Space, part: Part, rooms: Rooms, deadline: float, codes: U8, same: Same | None = None
     ) -> Mask:
-        """Fill these reservations and end them; which pages are stored, (len(rooms.which),) bool."""
+        """Fill these reservations and end them; which pages are stored, (len(rooms.which),) bool. ``same``: what counts of them."""
         which, counts = rooms.which, self.counts[part.source.name]
         good, sums = np.zeros(len(which), bool), np.zeros(len(which), np.uint64)
         landed = np.zeros(len(which), bool)
 
         def store(places: I64, made: U64) -> None:
-            if same is not None:
-                right = same(places, made)
-                places, made = places[right], made[right]
+            if same is not None:  # that takes a thread, when all is there
+                return
             shown = rooms.store(places, made)
             landed[shown] = True
             codes[which[shown]] = ReadStatus.HIT
@@ -398,9 +401,8 @@ class Fetching:
             async with asyncio.timeout(deadline - began + 0.5):  # a source bounds itself; this is for one that does not
                 await self.turns.wait()
                 taken = await part.source.read(space, part.offer, batch.keys[which], self.data, rooms.offsets, deadline, store)
-            good, sums = await self._whole(taken, rooms.offsets, space.object_bytes)
-            if same is not None:
-                good &= same(np.arange(len(good)), sums)
+            whole, sums = await self._whole(taken, rooms.offsets, space.object_bytes)
+            good = whole if same is None else whole & await same.again()
             codes[which[taken.status == ReadStatus.MISS]] = ReadStatus.MISS
         except (UmbpError, OSError, TimeoutError) as error:
             lingers = error.settled if isinstance(error, Lingering) else None

@@ -23,7 +23,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,7 @@ from umbp.core import plans
 from umbp.errors import ConfigError, UmbpError, Unavailable
 from umbp.grammar import parse_address
 from umbp.pool.guesses import Guesses
+from umbp.pool.peer_parts import PeerReading
 from umbp.pool.sources import Offer, Space, Taken
 from umbp.transport.base import Came, Peer, Transport
 from umbp.types import I64, U8, U64, Mask, ReadStatus, Tier
@@ -101,6 +102,11 @@ class Peers:
         self._guesses = Guesses()
         self._confirming: set[asyncio.Task[None]] = set()
 
+    @property
+    def ranged(self) -> bool:
+        """Whether the best transport can read parts: the others are for nodes that do not have it."""
+        return next((transport.ranged for transport in self.transports.values()), False)
+
     def __repr__(self) -> str:
         return f"<Peers of {self.node} by {', '.join(self.transports)}>"
 
@@ -113,7 +119,7 @@ class Peers:
         which: I64 = np.arange(len(keys))
         guess = None if peek else self._guesses.run_or_none(time.monotonic(), namespace, len(keys))
         if guess is not None and guess.source.node not in without:
-            return [Offer(PLACE + guess.source.node, Tier.REMOTE, which, guess.seconds, Guessed(guess, keys, without))]
+            return [self._offer(guess, which, Guessed(guess, keys, without))]
         offers: list[Offer] = []
         for number in range(HOLES_MAX):
             # A plan counts the use of all its keys: one more behind a hole, or instead of who failed, is no more.
@@ -130,9 +136,7 @@ class Peers:
 
     async def read(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64, deadline: float, came: Came) -> Taken:
         """See `umbp.pool.sources.Source`."""
-        guessed = offer.handle if isinstance(offer.handle, Guessed) else None
-        run = guessed.run if guessed is not None else offer.handle
-        assert isinstance(run, plans.Run)
+        run, guessed = _run_of(offer)
         began, some = time.monotonic(), False
 
         def note(which: I64, sums: U64) -> None:
@@ -141,21 +145,42 @@ class Peers:
             came(which, sums)
 
         try:
-            transport, peer = self._way(run.source)
-            moved = await transport.read(peer, space.digest.hex(), space.object_bytes, keys, data, offsets, deadline, note)
-        except (UmbpError, OSError, TimeoutError) as error:
-            if not (some and isinstance(error, TimeoutError)):  # who has brought some of it is slow, not gone
-                self._tell(run.source.node, f"{type(error).__name__}: {error}")
-            self._guesses.wrong(space.digest.hex())
-            raise
+            with self._blaming(run.source.node, space, lambda: some):
+                transport, peer = self._way(run.source)
+                moved = await transport.read(peer, space.digest.hex(), space.object_bytes, keys, data, offsets, deadline, note)
         finally:
             if guessed is not None:
                 self._confirm(space.digest.hex(), guessed)
-        if (moved.status == ReadStatus.MISS).any():
-            self._guesses.wrong(space.digest.hex())
-        if moved.size_bytes and (moved.status == ReadStatus.HIT).all():
-            self._measured.append(Measured(run.source.node, run.tier, moved.size_bytes, time.monotonic() - began))
+        self._learn(space, run, moved.status, moved.size_bytes, time.monotonic() - began)
         return Taken(moved.status, moved.sums, verified=True)
+
+    async def begin(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64) -> PeerReading:
+        """See `umbp.pool.sources.Ranged`."""
+        run, guessed = _run_of(offer)
+        some = False
+
+        def told(status: U8, size_bytes: int, seconds: float) -> None:
+            nonlocal some
+            some = True
+            self._learn(space, run, status, size_bytes, seconds)
+
+        def over() -> None:
+            if guessed is not None:
+                self._confirm(space.digest.hex(), guessed)
+
+        transport, peer = self._way(run.source)
+        return PeerReading(
+            transport,
+            peer,
+            space,
+            keys,
+            data,
+            offsets,
+            pages_max=max(1, READ_BYTES_MAX // space.object_bytes),  # the peer leases all of a page
+            blamed=lambda: self._blaming(run.source.node, space, lambda: some),
+            told=told,
+            over=over,
+        )
 
     def take_measured(self) -> list[Measured]:
         """What was measured since this was asked last."""
@@ -177,11 +202,30 @@ class Peers:
 
     def _offers(self, plan: plans.Plan, which: I64) -> list[Offer]:
         """The runs of other nodes. ``which``: the caller's indices of the keys that were asked about."""
-        return [
-            Offer(PLACE + run.source.node, Tier.REMOTE, which[run.start : run.stop], run.seconds, run)
-            for run in plan.runs
-            if run.source.node != self.node
-        ]
+        return [self._offer(run, which[run.start : run.stop], run) for run in plan.runs if run.source.node != self.node]
+
+    def _offer(self, run: plans.Run, which: I64, handle: plans.Run | Guessed) -> Offer:
+        """Of these pages, by the way that `_way` takes."""
+        way = next((transport for name, transport in self.transports.items() if name in run.source.addresses), None)
+        return Offer(PLACE + run.source.node, Tier.REMOTE, which, run.seconds, handle, ranged=way is not None and way.ranged)
+
+    @contextlib.contextmanager
+    def _blaming(self, node: str, space: Space, some: Callable[[], bool]) -> Generator[None]:
+        """Whoever fails inside is told of. ``some``: whether it has brought some of it: then it is slow if it is late, and not gone."""
+        try:
+            yield
+        except (UmbpError, OSError, TimeoutError) as error:
+            if not (some() and isinstance(error, TimeoutError)):
+                self._tell(node, f"{type(error).__name__}: {error}")
+            self._guesses.wrong(space.digest.hex())
+            raise
+
+    def _learn(self, space: Space, run: plans.Run, status: U8, size_bytes: int, seconds: float) -> None:
+        """What came of one order."""
+        if (status == ReadStatus.MISS).any():
+            self._guesses.wrong(space.digest.hex())
+        if size_bytes and (status == ReadStatus.HIT).all():
+            self._measured.append(Measured(run.source.node, run.tier, size_bytes, seconds))
 
     def _confirm(self, namespace: str, guessed: Guessed) -> None:
         """Ask the master for the plan that was guessed, without waiting for it: it counts the use, and the next guess is its answer."""
@@ -223,3 +267,11 @@ class Peers:
         task = asyncio.get_running_loop().create_task(tell())
         self._telling.add(task)
         task.add_done_callback(self._telling.discard)
+
+
+def _run_of(offer: Offer) -> tuple[plans.Run, Guessed | None]:
+    """Of which run an offer is, and whether that was guessed."""
+    guessed = offer.handle if isinstance(offer.handle, Guessed) else None
+    run = guessed.run if guessed is not None else offer.handle
+    assert isinstance(run, plans.Run)
+    return run, guessed

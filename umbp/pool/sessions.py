@@ -204,6 +204,7 @@ class Session(asyncio.Protocol):
                 fetches=bool(self.server.fetching.sources),
                 ssd=self.server.ssd.table.path if self.server.ssd else "",
                 far=any(not source.local for source in self.server.fetching.sources),
+                ranged=any(source.ranged and not source.local for source in self.server.fetching.sources),
                 numa=self.server.config.numa_nodes,
                 passage=self.server.fetching.passing.begins,
                 handover=self.server.handovers.promise(self.session).hex() if files else "",

@@ -36,6 +36,7 @@ class Offer:
     """Pages that one place can give: ``which`` (m,) int64, indices of the keys that were asked for, ascending.
 
     ``seconds``: expected until all of them are there, were they read now: sources are compared by it. ``handle``: the source's own.
+    ``ranged``: the source is `Ranged`, and can read these in parts.
     """
 
     place: str
@@ -43,6 +44,7 @@ class Offer:
     which: I64
     seconds: float
     handle: object = None
+    ranged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class Source(Protocol):
     @property
     def local(self) -> bool:
         """Whether it is of this node. Peers that ask this one for pages get those of its DRAM and of local sources, not of other peers."""
+        ...
+
+    @property
+    def ranged(self) -> bool:
+        """Whether it is `Ranged`: its offers may be so."""
         ...
 
     @property
@@ -102,14 +109,16 @@ class Reading(Protocol):
     """Pages that are read in parts, for who looks at them before they are whole."""
 
     @property
-    def sums(self) -> U64:
-        """(m,) the checksum that each page as a whole must have, 0 where that is not known."""
+    def pages_max(self) -> int:
+        """Of how many pages one `read` may be."""
         ...
 
-    async def read(self, which: I64, spans: Ranges) -> U8:
-        """Read and verify these bytes of these pages (indices); `ReadStatus` each. Returns or raises only when it writes no more.
+    async def read(self, which: I64, spans: Ranges, deadline: float) -> U8:
+        """Read these bytes of these pages (indices); `ReadStatus` each. Returns or raises only when it writes no more.
 
-        A page that is not HIT is not asked for again. Spans begin on chunks (`umbp.store.index`).
+        Bytes may be wrong that are not the page's last ones; with those it is known, and the page FAILED. A page that is not HIT is not
+        asked for again, nor is one of a read that raised. Spans begin on chunks (`umbp.store.index`). What is not there by the deadline is
+        FAILED, or TimeoutError.
         """
         ...
 
@@ -124,7 +133,7 @@ class Reading(Protocol):
 
 @runtime_checkable
 class Ranged(Protocol):
-    """A source that can read parts of pages, each verified for itself."""
+    """A source that can read parts of pages."""
 
     async def begin(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64) -> Reading:
         """Start on ``keys`` (m, 32), a part of the offer, that belong at ``data[offset : offset + object_bytes]`` each."""

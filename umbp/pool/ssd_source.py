@@ -17,7 +17,7 @@ from umbp.store.index import place_word
 from umbp.store.ssd_pieces import PieceReader
 from umbp.store.ssd_reads import takes_direct
 from umbp.transport.base import Came
-from umbp.types import I64, U8, U64, ReadStatus, Tier
+from umbp.types import I64, U8, ReadStatus, Tier
 
 READ_BYTES_MAX = 32 << 20  # 30 ms of a fast disk; a read costs the pool's loop 2 to 3 ms, one of half as many bytes nearly as much
 RATE_FIRST = 1e9  # bytes a second, until one was measured
@@ -29,6 +29,7 @@ class SsdSource:
 
     name = "ssd"
     local = True
+    ranged = True
     read_bytes_max = READ_BYTES_MAX
 
     def __init__(self, side: SsdSide) -> None:
@@ -54,7 +55,8 @@ class SsdSource:
         for at, drive in enumerate(tier.drives):
             name, which = f"ssd:{drive.path}", hits[owner == at]
             if len(which) and name not in exclude and drive.may_read(now):
-                offers.append(Offer(name, Tier.SSD, which, len(which) * space.object_bytes / self._rates.get(name, RATE_FIRST)))
+                seconds = len(which) * space.object_bytes / self._rates.get(name, RATE_FIRST)
+                offers.append(Offer(name, Tier.SSD, which, seconds, ranged=True))
         return offers
 
     async def read(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64, deadline: float, came: Came) -> Taken:
@@ -106,13 +108,10 @@ class SsdReading:
     def __repr__(self) -> str:
         return f"<SsdReading from {self._place}: {self._pieces!r}>"
 
-    @property
-    def sums(self) -> U64:
-        """See `umbp.pool.sources.Reading`."""
-        return self._pieces.wholes
+    pages_max = 1 << 16
 
-    async def read(self, which: I64, spans: Ranges) -> U8:
-        """See `umbp.pool.sources.Reading`."""
+    async def read(self, which: I64, spans: Ranges, deadline: float) -> U8:
+        """See `umbp.pool.sources.Reading`; it ends when the disk is done, whatever the deadline is."""
         side = self._source.side
         began = side.now()
         status = await side.walk(self._pieces.read_steps(began, which, spans))

@@ -1,4 +1,4 @@
-"""Reading a load's pages from a disk stage by stage, so that its first layers are there long before its last.
+"""Reading a load's pages from a disk or a node stage by stage, so that its first layers are there long before its last.
 
 Theory of operation. All pages of a part are reserved at once, and read in the load's order: the first stage of all of them, then the next
 (`umbp.core.stages`). After each read the reserved entries say in shared memory which chunks are there (`umbp.store.index`), and the bell
@@ -7,15 +7,18 @@ committed like any fetched page. What a reader copied early counts only if it th
 fails late, is removed meanwhile, or whose pool dies is a miss for that page, whatever of it was copied, and no index ever lists a page that
 is not whole.
 
-    reserve all -> (stage: read, verify, mark) ... -> commit what is whole, give back the rest
+    reserve all -> (stage: read, mark) ... -> commit what is whole and right, give back the rest
+
+A disk verifies what it reads piece by piece; what comes from a node is compared when a page is whole (`umbp.pool.peer_parts`), which is
+early enough, for the same reason: until then nothing of it counts.
 
 A page that fails in any stage is tried elsewhere at once, into the same memory, while the part goes on with the others
-(`umbp.pool.elsewhere`); nobody has it, or another page than the disk's: then it has failed for who waits. What is whole of a part is
-committed when its last stage is read; the part is over when all of its pages are.
+(`umbp.pool.elsewhere`), and so are all that are left when the place fails. Nobody has it, or with other bytes where some were shown: then
+it has failed for who waits. What is whole of a part is committed when its last stage is read; the part is over when all of its pages are.
 
-Several loads share a disk fairly: each read of `READ_BYTES_MAX` at most takes its turn (`umbp.pool.places`), stage by stage. A disk
-that hangs keeps its turn, and the pages; who waits has its deadline. Nobody reads on for nobody: a stage is not begun when the last who
-waits has gone.
+Several loads share a place fairly: each read of `READ_BYTES_MAX` at most takes its turn (`umbp.pool.places`), stage by stage. A disk
+that hangs keeps its turn, and the pages; who waits has its deadline. A node has `READ_SECONDS_MAX` for each read, and `READ_SHARE` of the
+time that is left, so that there is some for another. Nobody reads on for nobody: a stage is not begun when the last who waits has gone.
 
 Costs memory ahead of time: at most one in `SHARE` of the pool's bytes is reserved for all such parts together, and what is above that is
 read page by page. Whole pages, of one chunk, come as ever.
@@ -35,6 +38,7 @@ from umbp.core.stages import Ranges, Step, steps
 from umbp.errors import InvalidRequest, UmbpError
 from umbp.pool.elsewhere import Elsewhere
 from umbp.pool.parts import Left, Part
+from umbp.pool.places import SUSPECT_FROM_SECONDS
 from umbp.pool.rooms import Rooms
 from umbp.pool.sources import Ranged, Reading, Space
 from umbp.types import I64, U8, Mask, ReadStatus
@@ -44,6 +48,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("umbp.pool.staged")
 SHARE = 2
+READ_SECONDS_MAX = 2.0  # what takes longer is of no use to a prefill
+READ_SHARE = 0.6
 READ_BYTES_MAX = 16 << 20  # of one stage: four threads of a disk, each a run of 4 MiB, and what comes first is there within some 10 ms
 PARTS_MAX = 16  # at a time; each has some of the reservations that the pool may have
 
@@ -68,10 +74,10 @@ class Staged:
     def __repr__(self) -> str:
         return f"<Staged {self.parts} parts, {self.reserved_bytes} bytes>"
 
-    def pages_max(self, wanted: int, space: Space) -> int:
-        """How many of so many pages may be read so now."""
+    def pages_max(self, wanted: int, space: Space, besides: int) -> int:
+        """How many of so many pages may be read so now, ``besides`` others that are about to be."""
         room = self.fetching.pool.objects.allocator.capacity_bytes // SHARE - self.reserved_bytes
-        return 0 if self.parts >= PARTS_MAX else max(0, min(wanted, room // space.object_bytes))
+        return 0 if self.parts >= PARTS_MAX else max(0, min(wanted, room // space.object_bytes - besides))
 
     async def take(self, batch: Batch, space: Space, part: Part, codes: U8) -> Left:
         """Read one part. The pages (indices of the batch) that did not come, and may be elsewhere or pass through."""
@@ -134,7 +140,7 @@ class Staged:
         alive: Mask = np.ones(len(which), bool)
         for number, step in enumerate(todo):
             each = sum(stop - start for start, stop in step.spans)
-            count = max(1, min(READ_BYTES_MAX, part.source.read_bytes_max) // each)
+            count = max(1, min(reading.pages_max, min(READ_BYTES_MAX, part.source.read_bytes_max) // each))
             left = np.flatnonzero(alive)
             chunks = [left[start : start + count] for start in range(0, len(left), count)]
             reads = (self._read(batch, part, reading, step, chunk, which, rooms.ids) for chunk in chunks)
@@ -149,17 +155,23 @@ class Staged:
                 if len(bad):
                     alive[bad] = False
                     codes[which[bad]] = status[status != ReadStatus.HIT]
-                    some = rooms.split(bad)
-                    elsewhere.look(some, reading.sums[np.searchsorted(which, some.which)], shown=number > 0)
+                    elsewhere.look(rooms.split(bad), tuple(span for shown in todo[:number] for span in shown.spans))
         return True
 
     async def _read(self, batch: Batch, part: Part, reading: Reading, step: Step, chunk: I64, which: I64, ids: I64) -> U8 | None:
-        """One read of one stage, when it is its turn; None if nobody waits any more."""
+        """One read of one stage, when it is its turn: `ReadStatus` each. None if nobody waits any more."""
         fetching = self.fetching
         async with fetching.places.of(part.offer.place).turns, fetching.reads:
-            if fetching.now() >= batch.deadline:
+            now = fetching.now()
+            if now >= batch.deadline:
                 return None
-            status = await reading.read(chunk, step.spans)
+            seconds = min(READ_SECONDS_MAX, READ_SHARE * (batch.deadline - now))
+            try:
+                status = await reading.read(chunk, step.spans, now + seconds)
+            except (UmbpError, OSError) as error:
+                if not (isinstance(error, TimeoutError) and seconds < SUSPECT_FROM_SECONDS):
+                    fetching.places.suspect(part.offer.place, error)
+                return np.full(len(chunk), ReadStatus.FAILED, np.uint8)
             fetching.pool.table.fill(ids[chunk[status == ReadStatus.HIT]], step.chunks)
             fetching.bell.ring({ticket.session for at in which[chunk].tolist() for ticket, _ in batch.pages[at].waiters}, lacking=False)
             return status

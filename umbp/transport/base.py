@@ -11,6 +11,10 @@ for the pages that went, never another key's bytes.
 The receipt matters for streams too: what a kernel has "sent" by `sendfile` still refers to the segment's memory until the reader has copied
 it out. A peer that let go of its lease when its last call returned would send whatever is written there next.
 
+An order may name *spans*: then only these bytes of each page are sent, the same of all, so that the first layers of many pages come before
+the last ones of any (`umbp.pool.peer_parts`). The grant has the versions of the pages, so that a reader of several orders knows that it has
+parts of one and the same page; the checksum is still of the whole page, and only the reader who has all of its bytes can compare it.
+
 An order names the process that it is meant for, by name and boot id: who answers at a wrong or reused address refuses.
 
 Bounded: pages and bytes of an order, seconds of a grant, orders served at a time. Both ends keep their own time.
@@ -25,8 +29,10 @@ from dataclasses import dataclass
 from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
+from umbp.core.stages import RANGES_MAX, Ranges, runs
 from umbp.errors import ProtocolError
 from umbp.grammar import Address
 from umbp.types import I64, U8, U64, Mask
@@ -40,10 +46,11 @@ FRAME_TYPE = "application/x-umbp-frame"
 Digest: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
 
-class Order(Message, frozen=True, tag="order"):
+class Order(Message, frozen=True, tag="order", omit_defaults=True):
     """Pages wanted of the pool ``node`` of this ``boot``. ``how``: the transport, by name. Arrays: keys u8[n, 32].
 
-    ``moves``: they are used from the reader's copy from now on; the peer need not count this as a use of its own.
+    ``moves``: they are used from the reader's copy from now on; the peer need not count this as a use of its own. ``spans``: the bytes of
+    each page that are sent, half-open, ascending and apart; none: all of it.
     """
 
     node: Annotated[str, Meta(max_length=64)]
@@ -54,10 +61,12 @@ class Order(Message, frozen=True, tag="order"):
     seconds: Annotated[float, Meta(ge=0, le=GRANT_SECONDS_MAX)]
     how: Annotated[str, Meta(max_length=16)] = "http"
     moves: bool = False
+    spans: Annotated[tuple[tuple[int, int], ...], Meta(max_length=RANGES_MAX)] = ()
 
 
 class Granted(Message, frozen=True, tag="granted"):
-    """The answer: ``m`` of the ``n`` pages are held. Arrays: held u8[n], sums u64[m], offsets i64[m] in the peer's segment.
+    """The answer: ``m`` of the ``n`` pages are held. Arrays: held u8[n], sums u64[m], offsets i64[m] in the peer's segment;
+    to an order of spans also versions u64[m].
 
     ``agent`` and ``base``: what a reader of another ``how`` needs to reach the segment's memory; "" and 0 for streams.
     """
@@ -70,11 +79,12 @@ class Granted(Message, frozen=True, tag="granted"):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A `Granted` as its reader sees it: ``held`` (n,) bool; sums and offsets (m,) of those."""
+    """A `Granted` as its reader sees it: ``held`` (n,) bool; sums, offsets and versions (m,) of those, versions 0 if pages come whole."""
 
     held: Mask
     sums: U64
     offsets: I64
+    versions: U64
     agent: str
     base: int
 
@@ -88,20 +98,26 @@ def decode_order(frame: bytes) -> tuple[Order, U8]:
     order, blob = decode(frame, _orders)
     keys = blob.keys(order.n)
     blob.end()
+    end = 0
+    for start, stop in order.spans:
+        if not end <= start < stop <= order.object_bytes:
+            raise ProtocolError(f"bytes {start} to {stop} of a page of {order.object_bytes}, after byte {end}", field="spans")
+        end = stop
     return order, keys
 
 
-def decode_granted(frame: bytes | bytearray | memoryview, pages: int) -> Held:
-    """What is held of an order of so many pages. ProtocolError if it is no such answer."""
+def decode_granted(frame: bytes | bytearray | memoryview, pages: int, *, spans: bool = False) -> Held:
+    """What is held of an order of so many pages, or of ``spans`` of them. ProtocolError if it is no such answer."""
     granted, blob = decode(frame, _granted)
     if granted.n != pages or not 0 <= granted.m <= pages:
         raise ProtocolError(f"an answer of {granted.m} of {granted.n} pages, {pages} were asked for")
     held: Mask = blob.take("u1", granted.n) != 0
     sums, offsets = blob.take("<u8", granted.m), blob.take("<i8", granted.m)
+    versions = blob.take("<u8", granted.m) if spans else np.zeros(granted.m, np.uint64)
     blob.end()
     if int(held.sum()) != granted.m:
         raise ProtocolError(f"{int(held.sum())} pages are held, {granted.m} are sent")
-    return Held(held, sums, offsets, granted.agent, granted.base)
+    return Held(held, sums, offsets, versions, granted.agent, granted.base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +138,19 @@ class Moved:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Parted:
+    """What came of an order of spans. ``status`` (n,): HIT where these bytes are of one version, MISS elsewhere. ``sums`` (n,) of the whole
+    pages, as the peer has them, 0 where it has none; ``versions`` (n,) of the pages there."""
+
+    status: U8
+    sums: U64
+    versions: U64
+
+
+PartCame: TypeAlias = Callable[[int, int, int], None]
+"""(which of the pages of a read; from, to): these bytes of it are there. Called from whatever thread received them."""
+
 Came: TypeAlias = Callable[[I64, U64], None]
 """(which of the pages of a read, ascending; their checksums): they are whole, and right, while others are still on their way."""
 
@@ -134,6 +163,11 @@ class Transport(Protocol):
         """As in a node's addresses."""
         ...
 
+    @property
+    def ranged(self) -> bool:
+        """Whether it can `read_spans`."""
+        ...
+
     async def read(self, peer: Peer, namespace: str, size: int, keys: U8, data: U8, offsets: I64, deadline: float, came: Came) -> Moved:
         """Read ``keys`` (m, 32) to ``data[offset : offset + size]`` each, by ``deadline`` (`time.monotonic`).
 
@@ -142,6 +176,26 @@ class Transport(Protocol):
 
         OSError, TimeoutError or what the peer refused with (an `umbp.errors.UmbpError`) where nothing counts. It ends, cancelled too, only
         when nothing is written to ``data`` any more; or with `Lingering`, which says when that will be.
+        """
+        ...
+
+    async def read_spans(
+        self,
+        peer: Peer,
+        namespace: str,
+        size: int,
+        keys: U8,
+        data: U8,
+        offsets: I64,
+        spans: Ranges,
+        deadline: float,
+        came: PartCame,
+        *,
+        again: bool,
+    ) -> Parted:
+        """Read these bytes of ``keys`` (m, 32), pages of ``size`` bytes, to where they belong in ``data[offset : offset + size]`` each.
+
+        ``again``: the peer has counted the use of these pages already. Errors and ending: as of `read`; nothing counts where it raises.
         """
         ...
 
@@ -162,15 +216,10 @@ class Grant:
     versions: U64
     lease: int
 
-    def runs(self) -> list[tuple[int, int]]:
-        """(offset, bytes): the pages in order, those that lie side by side as one."""
-        runs: list[tuple[int, int]] = []
-        for offset in self.offsets.tolist():
-            if runs and sum(runs[-1]) == offset:
-                runs[-1] = (runs[-1][0], runs[-1][1] + self.size)
-            else:
-                runs.append((offset, self.size))
-        return runs
+    def runs(self, spans: Ranges) -> list[tuple[int, int]]:
+        """(offset, bytes): the pages in order, or ``spans`` of each; what lies side by side as one."""
+        starts, lengths = runs(self.offsets, spans or ((0, self.size),))
+        return list(zip(starts.tolist(), lengths.tolist(), strict=True))
 
 
 class Lingering(TimeoutError):

@@ -10,6 +10,9 @@ A read is one order, or where it is large two at the same time, its *lanes*, whi
 come first. One connection keeps its two ends busy in turns rather than together: two give a read more than half of what its processors
 could do. Where one lane fails the read has failed: the other is cut, and what either said to be there stands.
 
+Of an order of spans (`umbp.transport.base`) only these bytes are received, each to where it belongs. They cannot be compared with anything
+here; so the receipt's answer is waited for, and the rest is the reader's.
+
 Every wait has the order's deadline. Who is cancelled cuts the connections, which ends the threads' waits, and returns when they have.
 """
 
@@ -33,9 +36,10 @@ import numpy as np
 import xxhash
 
 from umbp import wire
+from umbp.core.stages import Ranges, runs
 from umbp.errors import DeadlineExceeded, ProtocolError, Unavailable, from_wire
 from umbp.grammar import Address
-from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Came, Held, Moved, Order, Peer, decode_granted
+from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Came, Held, Moved, Order, PartCame, Parted, Peer, decode_granted
 from umbp.types import I64, U8, U64, Mask, ReadStatus
 
 THREADS_MAX = 32
@@ -59,6 +63,7 @@ class HttpTransport:
     """Reads pages of peers over HTTP."""
 
     name = "http"
+    ranged = True
     lanes_max = LANES_MAX
 
     def __init__(self, token: str = "", *, moves: bool = False) -> None:
@@ -97,6 +102,33 @@ class HttpTransport:
         size_bytes = sum(part.size_bytes for part in moved)
         self.received_bytes += size_bytes
         return Moved(status, sums, size_bytes)
+
+    async def read_spans(
+        self,
+        peer: Peer,
+        namespace: str,
+        size: int,
+        keys: U8,
+        data: U8,
+        offsets: I64,
+        spans: Ranges,
+        deadline: float,
+        came: PartCame,
+        *,
+        again: bool,
+    ) -> Parted:
+        """See `umbp.transport.base.Transport`. One connection: who reads in parts has several reads under way."""
+        seconds = max(0.0, min(deadline - time.monotonic(), GRANT_SECONDS_MAX))
+        order = Order(peer.node, peer.boot, namespace, size, len(keys), seconds, "http", self.moves or again, spans)
+        line = self._line_or_none(peer.address)
+        task = ReceiveSpans(came, line, peer.address, self.token, order, keys, data, offsets, deadline, lambda which, sums: None)
+        (moved,) = await _carried_out([task], [asyncio.get_running_loop().run_in_executor(self._threads, task.run)])
+        self._keep(peer.address, task.line)
+        self.received_bytes += moved.size_bytes
+        versions = np.zeros(len(keys), np.uint64)
+        assert task.granted is not None
+        versions[task.granted.held] = task.granted.versions
+        return Parted(moved.status, moved.sums, versions)
 
     async def close(self) -> None:
         """Cut all connections."""
@@ -219,6 +251,8 @@ def take(views: deque[memoryview], count: int) -> None:
 class Receive:
     """One order, carried out by a thread; `cut` ends it from another. ``line``: the connection, if it may be used again."""
 
+    compared = True  # the checksums that `receive` answers are made of what came
+
     def __init__(
         self,
         line: Line | None,
@@ -299,7 +333,7 @@ class Receive:
         sums = self.receive(line, rest, granted, offsets)
         line.send(b"\x06", self.deadline)
         line.owed = len(offsets)
-        if granted.sums.all() and (sums == granted.sums).all():
+        if self.compared and granted.sums.all() and (sums == granted.sums).all():
             # These are the bytes that the peer has under these keys, whatever became of them there since: what it says to the receipt
             # can add nothing, and is read before the connection is used again.
             whole = np.ones(len(offsets), bool)
@@ -313,7 +347,8 @@ class Receive:
         status, made = np.full(len(held), ReadStatus.MISS, np.uint8), np.zeros(len(held), np.uint64)
         status[held] = np.where(good, ReadStatus.HIT, np.where(whole, ReadStatus.FAILED, ReadStatus.MISS))
         made[held] = sums
-        return Moved(status, made, len(sums) * self.order.object_bytes)
+        each = sum(stop - start for start, stop in self.order.spans) or self.order.object_bytes
+        return Moved(status, made, len(sums) * each)
 
     def _answer(self, line: Line) -> bytes:
         """What came after the HTTP head of the answer. Raises what the peer refused with."""
@@ -343,7 +378,7 @@ class Receive:
         size = wire.frame_bytes(rest[: wire.PREFIX.size])
         while len(rest) < size:
             rest += line.some(self.deadline)
-        return decode_granted(rest[:size], self.order.n), rest[size:]
+        return decode_granted(rest[:size], self.order.n, spans=bool(self.order.spans)), rest[size:]
 
     def receive(self, line: Line, first: bytes, granted: Held, offsets: I64) -> U64:
         """The pages, each to its place; their checksums. ``first``: what has come of them already."""
@@ -373,6 +408,33 @@ class Receive:
                 self._tell(held[right], sums[right])
                 told = done
         return sums
+
+
+class ReceiveSpans(Receive):
+    """One order of spans. ``came`` is told of them; ``granted``: what the peer said, when it is over."""
+
+    compared = False
+
+    def __init__(self, came: PartCame, *order: Any) -> None:
+        super().__init__(*order)
+        self.granted: Held | None = None
+        self._came = came
+
+    def receive(self, line: Line, first: bytes, granted: Held, offsets: I64) -> U64:
+        """The spans, each to its place; the checksums that the peer has."""
+        spans, data, held = self.order.spans, self.data.data, np.flatnonzero(granted.held).tolist()
+        step = max(1, WINDOW_BYTES // sum(stop - start for start, stop in spans))
+        for start in range(0, len(offsets), step):
+            starts, lengths = runs(offsets[start : start + step], spans)
+            views = deque(data[at : at + length] for at, length in zip(starts.tolist(), lengths.tolist(), strict=True))
+            if first:
+                first = _pour(first, views)
+            line.fill(views, self.deadline)
+            for page in held[start : start + step]:
+                for span in spans:
+                    self._came(page, *span)
+        self.granted = granted
+        return granted.sums
 
 
 def _lanes(pages: int, size: int, lanes_max: int) -> list[I64]:

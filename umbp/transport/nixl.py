@@ -136,6 +136,7 @@ class NixlTransport(HttpTransport):
     """Reads pages of peers by NIXL; fulfils `umbp.transport.base.Transport`. ``agent``: this process's, of the memory that is read into."""
 
     name = "nixl"
+    ranged = False  # what is late may still be written to: pages in parts that others look at would have to be kept for it one by one
     lanes_max = 1  # what NIXL has in flight is its own matter
 
     def __init__(self, agent: NixlAgent, token: str = "", *, moves: bool = False) -> None:

@@ -2,7 +2,8 @@
 
     reader                                       this pool
     POST /v1/pages, frame Order + keys   ---->   lease
-                                         <----   200, frame Granted + held, sums, offsets; then the pages, one after the other
+                                         <----   200, frame Granted + held, sums, offsets; then the pages, one after the other,
+                                                 or the bytes of each that were asked for
     one byte: the receipt                ---->   versions once more, lease ends
                                          <----   a byte a page: 1 if it was the same all the time
 
@@ -185,7 +186,7 @@ class Caller:
                 return
             try:
                 with window.open() if window else contextlib.nullcontext():
-                    self._send(grant, window, deadline)
+                    self._send(grant, order, window, deadline)
                     if self._exactly(1, deadline) != b"\x06":
                         raise ConnectionResetError("what follows the order is no receipt")
             except BaseException:
@@ -245,19 +246,21 @@ class Caller:
             raise InvalidRequest(f"pages do not travel by {quoted(order.how)} from here, only by {known}", field="how", example="http")
         return window
 
-    def _send(self, grant: Grant, window: Window | None, deadline: float) -> None:
-        arrays = (grant.held.view(np.uint8), grant.sums.astype("<u8"), grant.offsets.astype("<i8"))
+    def _send(self, grant: Grant, order: Order, window: Window | None, deadline: float) -> None:
+        versions = [grant.versions.astype("<u8")] if order.spans else []
+        arrays = (grant.held.view(np.uint8), grant.sums.astype("<u8"), grant.offsets.astype("<i8"), *versions)
         agent, base = (window.agent, window.base) if window else ("", 0)
         frame = wire.encode(Granted(len(grant.held), len(grant.offsets), agent, base), *arrays)
-        pages_bytes = 0 if window else len(grant.offsets) * grant.size
+        runs = [] if window else grant.runs(order.spans)
+        pages_bytes = sum(size for _, size in runs)
         length = len(frame) + pages_bytes + len(grant.offsets)
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {FRAME_TYPE}\r\nContent-Length: {length}\r\n\r\n"
         self._all(head.encode() + frame, deadline, more=pages_bytes > 0)
         if pages_bytes:
             if self._socket.getpeername()[0] == self._socket.getsockname()[0]:  # on this host
-                self._copy(grant, deadline)
+                self._copy(runs, deadline)
             else:
-                for offset, size in grant.runs():
+                for offset, size in runs:
                     self._sendfile(self._server.shelf.data_at + offset, size, deadline)
             self._server.sent_bytes += pages_bytes
 
@@ -300,11 +303,11 @@ class Caller:
                 raise ConnectionResetError("the segment's file is shorter than its pages")
             offset += sent
 
-    def _copy(self, grant: Grant, deadline: float) -> None:
+    def _copy(self, runs: list[tuple[int, int]], deadline: float) -> None:
         data = self._server.shelf.data.data
         views: deque[memoryview] = deque()
         ahead = 0
-        for offset, size in grant.runs():
+        for offset, size in runs:
             for at in range(offset, offset + size, COPY_BYTES):
                 views.append(data[at : min(at + COPY_BYTES, offset + size)])
                 ahead += len(views[-1])
