@@ -361,6 +361,9 @@ def test_the_address_comes_from_the_option_then_the_variable_then_the_default() 
     assert pool_address("", environ).path == "/run/x/default.sock"
     assert pool_address("", {**environ, "UMBP_POOL": "/y.sock"}).path == "/y.sock"
     assert pool_address("http://[::1]:80", {**environ, "UMBP_POOL": "/y.sock"}).netloc == "[::1]:80"
+    for name in ("node7", "http://node7"):  # of a pool, not where it is
+        with pytest.raises(InvalidRequest, match=r"no port \(for example: /run/x/node7.sock"):
+            pool_address(name, environ)
 
 
 # -- the cluster -------------------------------------------------------------------------------------------------------------------
@@ -400,6 +403,8 @@ def test_a_route_says_who_serves_a_prompt(pool: PoolProcess, run: Run, monkeypat
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(HEX[:6])))
     answer = json.loads(run("route", "-", *options, "--prefill", "1000", "--json")[1])
     assert (answer["held"], answer["targets"][0]["pool_pages"]) == (6, 6)
+    status, _, err = run("route", HEX[0], "-n", "12")
+    assert (status, "--namespace: '12' is not 8 to 64 hex digits" in err) == (2, True), err
     status, _, err = run("route", "xyz", *options)
     assert status == 2
     assert "64 hex digits" in err

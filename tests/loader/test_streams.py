@@ -7,6 +7,7 @@ import os
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +31,13 @@ COUNT = 40  # pages: 40 MiB
 FIRST = COUNT * LAYER  # the bytes of the first layer of all
 
 
-def ssd_status(pool: PoolProcess) -> dict[str, int]:
+def status(pool: PoolProcess) -> Any:
     with urllib.request.urlopen(f"{pool.http}/v1/status", timeout=60) as answer:
-        return json.load(answer)["ssd"]
+        return json.load(answer)
+
+
+def ssd_status(pool: PoolProcess) -> dict[str, int]:
+    return dict(status(pool)["ssd"])
 
 
 def merged(pool: PoolProcess) -> int:
@@ -75,9 +80,14 @@ def fill(server: PoolProcess) -> None:
 
 
 def evict_all(server: PoolProcess) -> None:
-    """Nothing is in its DRAM."""
+    """Nothing is in its DRAM. What has just been listed on SSD is held for a moment more by the batch that it was written with."""
     request = urllib.request.Request(f"{server.http}/v1/evict", b'{"bytes": "1GiB"}', {"Content-Type": "application/json"}, method="POST")
-    urllib.request.urlopen(request, timeout=60).close()
+
+    def empty() -> bool:
+        urllib.request.urlopen(request, timeout=60).close()
+        return status(server)["keys"] == 0
+
+    eventually(empty, "all has gone from DRAM")
 
 
 @pytest.fixture

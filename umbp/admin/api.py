@@ -23,7 +23,7 @@ import msgspec
 from aiohttp import web
 
 from umbp.admin.auth import Guard, Next, peer_of
-from umbp.admin.endpoint import JSON, Body, Document, Endpoint, Nothing, Params, Raw, Reply, examples_of
+from umbp.admin.endpoint import JSON, Body, Document, Endpoint, Nothing, Params, Raw, Reply, examples_of, properties_of
 from umbp.admin.openapi import Problem, describe
 from umbp.errors import DeadlineExceeded, InvalidRequest, UmbpError
 from umbp.grammar import Address, quoted
@@ -119,7 +119,7 @@ def _params(endpoint: Endpoint, request: web.Request) -> Any:
     try:
         return msgspec.convert(values, endpoint.params, strict=False)
     except msgspec.ValidationError as error:
-        field, why = _fault(error)
+        field, why = _fault(error, endpoint.params)
         example = examples_of(endpoint.params).get(field)
         raise InvalidRequest(why, field=field, example="" if example is None else str(example)) from None
 
@@ -149,7 +149,7 @@ def _body(endpoint: Endpoint, request: web.Request, raw: bytes) -> Any:
     try:
         return endpoint.decoder.decode(raw)
     except msgspec.ValidationError as error:
-        field, why = _fault(error)
+        field, why = _fault(error, endpoint.body)
         raise InvalidRequest(why, field=field or "body", example=example) from None
     except msgspec.DecodeError as error:
         raise InvalidRequest(f"not JSON: {error}", field="body", example=example) from None
@@ -159,16 +159,22 @@ _AT = re.compile(r" - at `\$\.?(.*?)`$", re.DOTALL)
 _NAMED = re.compile(r"^Object (?:contains unknown field|missing required field) `(.*)`$", re.DOTALL)
 
 
-def _fault(error: msgspec.ValidationError) -> tuple[str, str]:
-    """The field that msgspec complains of, and what is wrong with it."""
+def _fault(error: msgspec.ValidationError, struct: type[msgspec.Struct]) -> tuple[str, str]:
+    """The field of this Struct that msgspec complains of, and what is wrong with it, or what there is instead."""
     text = str(error)
     at = _AT.search(text)
     text = _AT.sub("", text)
     named = _NAMED.match(text)
     parts = [at[1] if at else "", named[1] if named else ""]
     field = _cut(".".join(part for part in parts if part))
+    known = properties_of(struct)
+    if named and "unknown field" in text:
+        instead = "" if at else f"; there are {', '.join(known)}" if known else "; there are none"
+        return field, f"{field} is unknown{instead}"
     if named:
-        return field, f"{field} is {'unknown' if 'unknown field' in text else 'missing'}"
+        return field, f"{field} is missing"
+    if text.startswith("Invalid enum value") and (choices := known.get(field, {}).get("enum")):
+        text = f"{text.removeprefix('Invalid enum value ')} is none of {', '.join(map(str, choices))}"
     return field, f"{field}: {_cut(text)}" if field else _cut(text)
 
 

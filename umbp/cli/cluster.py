@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated, Any
 
@@ -55,8 +56,11 @@ def route(
     texts = sys.stdin.read().split() if keys == ["-"] else keys
     if not 0 < len(texts) <= KEYS_MAX:
         raise InvalidRequest(f"{len(texts)} keys, 1 to {KEYS_MAX} can be asked about", field="KEY")
+    if not re.fullmatch("[0-9a-f]{8,64}", digest := namespace.lower()):
+        why = f"{namespace[:80]!r} is not 8 to 64 hex digits of a namespace's digest, which umbp namespaces shows"
+        raise InvalidRequest(why, field="--namespace", example="-n 9f86d081884c")
     body = {
-        "namespace": namespace.lower(),
+        "namespace": digest,
         "keys": [checked_key(text) for text in texts],
         "requester": requester,
         "prefill_tokens_per_second": prefill,

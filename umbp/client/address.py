@@ -7,13 +7,17 @@ from collections.abc import Mapping
 
 from umbp.config import OPTIONS, POOL_VARIABLE, Address, default_socket
 from umbp.errors import InvalidRequest
-from umbp.grammar import parse_address
+from umbp.grammar import parse_address, quoted
 
 
 def pool_address(text: str, environ: Mapping[str, str], *, field: str = "pool") -> Address:
     """Where the pool is: ``text``, else ``UMBP_POOL``, else the default socket of this user."""
     text = text or environ.get(POOL_VARIABLE, "")
-    return parse_address(text or default_socket(OPTIONS["name"].default, environ), field)
+    found = parse_address(text or default_socket(OPTIONS["name"].default, environ), field)
+    if not found.is_unix and not found.port:  # most likely a pool's name
+        example = f"{default_socket(found.host, environ)}, or 127.0.0.1:7411"
+        raise InvalidRequest(f"{quoted(text)} is no path of a socket, and has no port", field=field, example=example)
+    return found
 
 
 def socket_path(address: str | None) -> str:

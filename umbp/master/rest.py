@@ -125,7 +125,7 @@ class External(Body, frozen=True):
     node: Annotated[str, Meta(max_length=64, examples=["node7-a"])]
     tier: Annotated[Literal["hbm", "host"], Meta(examples=["hbm"])]
     namespace: Annotated[str, Meta(pattern="^[0-9a-fA-F]{64}$", examples=[EXAMPLE_KEY])]
-    add: Annotated[list[Key], Meta(max_length=8192)] = []  # noqa: RUF012 - msgspec copies it
+    add: Annotated[list[Key], Meta(max_length=8192, examples=[[EXAMPLE_KEY]])] = []  # noqa: RUF012 - msgspec copies it
     remove: Annotated[list[Key], Meta(max_length=8192)] = []  # noqa: RUF012
     clear: bool = False
     page_bytes: Annotated[int, Meta(ge=0, le=1 << 40, examples=[2_600_000])] = 0
