@@ -173,6 +173,8 @@ def test_masters_answer_without_the_store_and_know_all_again_when_it_comes_back_
     keys = put(a, 3, 4)
     for master in world.masters:
         until(lambda master=master: len(master.locations(bytes(keys[1]))) == 1)
+    swap(one, "routing", "random")
+    until(lambda: two.get("/v1/cluster")["policies"]["routing"] == "random")
     world.store.kill()
     until(lambda: any("store" in line for line in call(one.http + "/readyz")["warnings"]))
     assert route(one, keys) == route(two, keys) == [a.name]
@@ -183,6 +185,9 @@ def test_masters_answer_without_the_store_and_know_all_again_when_it_comes_back_
     for master in world.masters:
         until(lambda master=master: master.locations(bytes(late[0])) == {(a.name, "dram")} and master.nodes()[a.name]["source"])
     until(lambda: not any(call(master.http + "/readyz")["warnings"] for master in world.masters))
+    until(lambda: world.store("HGET", "umbp:decisions", "swap:routing") == b"random")  # for masters that start from now on
+    swap(two, "routing", "fastest")
+    until(lambda: one.get("/v1/cluster")["policies"]["routing"] == "fastest")
 
 
 def warned(master: MasterProcess) -> bool:

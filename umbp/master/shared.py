@@ -24,7 +24,7 @@ members and policies with the tables.
 Without the store (gone, frozen, full) nothing new is entered: events are refused for the time (pools keep them, and send all again if it
 takes long), nobody is suspected or declared dead (of the time since the log was `heard` last nothing is known), and all masters go on
 answering from memory, heartbeats too. The first call that fails says so for all; `attend` alone tries again, twice a second. Nothing of a
-page's truth is in Redis: it can be emptied, and all is sent again.
+page's truth is in Redis: it can be emptied, and all is sent again; decisions are put back by whichever master still knows them.
 
 Of a store with a memory limit the log takes a quarter at the most; where others fill it, the log is cut so that it can go on.
 
@@ -57,6 +57,7 @@ RECONCILE_SECONDS = 5.0
 CALL_SECONDS_MAX = 2.0
 MASTER_SECONDS = 5.0  # a master that has not said so for this long is not named to pools
 READ_ENTRIES = 32
+DECIDED = ("swap", "drain")  # kinds of entries that are in the table of decisions too
 _ACTIVATE = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then return 0 end
@@ -114,6 +115,7 @@ class SharedLog:
         self.heard: float | None = time.monotonic()  # the log was read last
         self.behind = False  # entries have gone that were not read
         self._up = asyncio.Event()  # the last `attend` went well, and nothing has failed since
+        self._decisions: dict[tuple[str, str], str] = {}  # as far as this master has heard of them
         self._position: bytes = b"0-0"
         self._doubtful = False  # the store was away: it may have been emptied
         self._log_bytes, self._entry_bytes = LOG_BYTES, 4096.0
@@ -154,6 +156,7 @@ class SharedLog:
             together.hset(self._names["decisions"], f"{kind}:{name}", value)
             self._add(together, kind, name, value)
             await self._call(together.execute())
+        self._decisions[kind, name] = value.decode()
 
     async def gone(self, node: str, registration: int) -> None:
         """See `Store`."""
@@ -200,10 +203,14 @@ class SharedLog:
         return found
 
     async def decisions(self) -> dict[tuple[str, str], str]:
-        """(kind, name) -> value of what operators decided."""
+        """(kind, name) -> value of what operators decided. What the table does not know any more, but this master, is put back."""
         rows = await self._call(self._redis.hgetall(self._names["decisions"]))
         split = [(name.decode().partition(":"), value.decode()) for name, value in rows.items()]
-        return {(kind, name): value for (kind, _, name), value in split}
+        found = {(kind, name): value for (kind, _, name), value in split}
+        for kind, name in self._decisions.keys() - found.keys():  # unless somebody decides or knows otherwise at this moment
+            await self._call(self._redis.hsetnx(self._names["decisions"], f"{kind}:{name}", self._decisions[kind, name]))
+        self._decisions |= found
+        return found
 
     async def read(self, apply: Callable[[Entry], Awaitable[None]], *, block_ms: int) -> int:
         """Apply what others have entered since the last call, waiting that long for something; how many entries there were.
@@ -225,7 +232,10 @@ class SharedLog:
         for position, fields in entries:
             self._weigh(fields[b"p"])
             if fields.get(b"m") != self.id.encode():
-                await apply(Entry(fields[b"k"].decode(), fields[b"n"].decode(), fields[b"p"]))
+                entry = Entry(fields[b"k"].decode(), fields[b"n"].decode(), fields[b"p"])
+                if entry.kind in DECIDED:
+                    self._decisions[entry.kind, entry.node] = entry.payload.decode("utf-8", "replace")
+                await apply(entry)
             self._position = position
         self._moved.set()
         return len(entries)
