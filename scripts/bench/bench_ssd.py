@@ -42,10 +42,11 @@ from umbp.policies import CLEANING, EVICTION, STRIPING
 from umbp.policies.base import build
 from umbp.pool.__main__ import SWITCH_SECONDS
 from umbp.store.index import place_word
-from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd import SsdTier
 from umbp.store.ssd_catalog import private_table
 from umbp.store.ssd_drive import Drive
 from umbp.store.ssd_format import NamespaceNote
+from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import Steps, System, aligned, finish
 from umbp.store.ssd_upkeep import open_steps
 from umbp.types import U8, Tier, WriteStatus

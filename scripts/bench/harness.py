@@ -74,11 +74,19 @@ def wait_until_quiet(seconds_max: float = QUIET_SECONDS_MAX) -> bool:
     return looks == 2
 
 
+def children(pid: int) -> list[int]:
+    """Processes that the first thread of this one has started and that live: of a pool those that serve its disks."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 class Machine:
-    """Foreign CPU between two looks, given the processes that are ours. ``kept``: the most in any repetition of the last row."""
+    """Foreign CPU between two looks, given the processes that are ours, and their children.
+
+    ``kept``: the most in any repetition of the last row.
+    """
 
     def __init__(self, *pids: int) -> None:
-        self.pids = (os.getpid(), *pids)
+        self.pids = (os.getpid(), *pids, *(child for pid in pids for child in children(pid)))
         self.kept = 0.0
         self._mark = self._now()
 

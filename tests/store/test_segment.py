@@ -20,7 +20,7 @@ import pytest
 
 from tests.field.people import eventually
 from umbp.errors import Conflict, OutOfMemory, SegmentError
-from umbp.store import memory, segment
+from umbp.store import locks, memory, segment
 from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, buckets_for, place_word
 from umbp.store.memory import HUGE_BYTES, Mapping, populate
 from umbp.store.segment import Geometry, OwnerLock, attach, create, file_stem, leftovers, reclaim
@@ -240,7 +240,7 @@ def test_what_is_no_file_is_an_error_of_the_system(folder: str) -> None:
 
 
 def test_a_name_has_one_owner_and_the_refusal_says_who(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segment, "LOCK_SECONDS_MAX", 0.03)
+    monkeypatch.setattr(locks, "LIVING_SECONDS_MAX", 0.03)
     lock = OwnerLock(folder, "a")
     with pytest.raises(Conflict, match=f"a pool named 'a' is alive .process {os.getpid()}"):
         OwnerLock(folder, "a")
@@ -378,7 +378,7 @@ def test_a_full_file_system_takes_no_note_of_the_owner_and_still_locks(folder: s
     monkeypatch.setattr(os, "pwrite", full)
     lock = OwnerLock(folder, "a")
     monkeypatch.undo()
-    monkeypatch.setattr(segment, "LOCK_SECONDS_MAX", 0.0)
+    monkeypatch.setattr(locks, "LIVING_SECONDS_MAX", 0.0)
     with pytest.raises(Conflict, match="process unknown"):
         OwnerLock(folder, "a")
     lock.close()

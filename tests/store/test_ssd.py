@@ -14,9 +14,9 @@ from tests.store.disks import MIB, PLACE, SIZE, Fallible, Names, body, held, key
 from umbp.errors import Conflict, SegmentError
 from umbp.store import ssd_format
 from umbp.store.index import place_word
-from umbp.store.ssd import Batch
 from umbp.store.ssd_cleaning import clean_steps, wanted
 from umbp.store.ssd_folder import OTHER_BYTES
+from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import finish
 from umbp.types import ReadStatus, WriteStatus
 

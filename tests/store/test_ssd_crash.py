@@ -12,8 +12,9 @@ import pytest
 
 from tests.store.disks import Forgetful, Names, keys_of, make_tier
 from umbp.store.index import place_word
-from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd import SsdTier
 from umbp.store.ssd_cleaning import clean_steps
+from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import Steps, finish
 from umbp.types import U8, ReadStatus, WriteStatus
 

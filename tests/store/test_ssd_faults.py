@@ -130,7 +130,7 @@ def test_a_disk_that_fails_every_read_is_given_up_and_opened_again(tmp_path: Pat
 def test_a_disk_that_hangs_holds_nobody_else(tmp_path: Path) -> None:
     system, fine = Fallible(), Fallible()
     tier = make_tier(tmp_path / "a", tmp_path / "b", system=system)
-    tier.drives[1].system = tier.drives[1].folder.system = fine
+    tier.drives[1].system = tier.drives[1].folder.system = tier.drives[1].crew.system = fine
     put(tier, *range(128))
     end = threading.Event()
     system.stalls["read"] = end

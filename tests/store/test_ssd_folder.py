@@ -14,10 +14,11 @@ import pytest
 
 from tests.store.disks import Fallible, keys_of, make_tier
 from umbp.store.index import place_word
-from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd import SsdTier
 from umbp.store.ssd_cleaning import clean_steps
 from umbp.store.ssd_drive import UP
 from umbp.store.ssd_reads import takes_direct
+from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import Steps, finish
 from umbp.types import U8, ReadStatus, WriteStatus
 

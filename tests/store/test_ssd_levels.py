@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from tests.store.disks import MIB, PLACE, SIZE, Fallible, Names, body, held, keys_of, make_tier, put
-from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd import SsdTier
 from umbp.store.ssd_cleaning import clean_steps, wanted
 from umbp.store.ssd_ledger import Ledger
 from umbp.store.ssd_moving import move, offload_steps, promote_steps
+from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import finish
 from umbp.types import ReadStatus, WriteStatus
 

@@ -12,9 +12,10 @@ import pytest
 
 from tests.store.disks import Fallible, Names, keys_of, make_tier
 from umbp.store.index import place_word
-from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd import SsdTier
 from umbp.store.ssd_cleaning import clean_steps
 from umbp.store.ssd_moving import offload_steps, promote_steps
+from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import finish
 from umbp.store.ssd_upkeep import watch_steps
 from umbp.types import ReadStatus, WriteStatus

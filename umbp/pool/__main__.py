@@ -12,6 +12,7 @@ from umbp.admin.logs import set_up_logging
 from umbp.config import load_pool_config
 from umbp.errors import UmbpError
 from umbp.pool.server import PoolServer
+from umbp.store.ssd_hands import start
 
 # A thread that checks what it read, or makes checksums of small pages, holds the interpreter lock for as long as this while the loop waits
 # for it. The default, 5 ms, would be what a client's short call takes beside a busy disk.
@@ -27,10 +28,16 @@ def main() -> int:
             logging.getLogger("umbp.pool").warning("%s", warning)
         sys.setswitchinterval(SWITCH_SECONDS)
 
-        async def serve() -> None:
-            await PoolServer(config).run()
+        hands = start(len(config.ssd) if config.ssd_policy != "off" else 0)
 
-        uvloop.run(serve())
+        async def serve() -> None:
+            await PoolServer(config, hands=hands).run()
+
+        try:
+            uvloop.run(serve())
+        finally:
+            for each in hands:
+                each.close()
     except UmbpError as error:
         print(f"umbp.pool: {error}", file=sys.stderr)
         return 2

@@ -66,6 +66,7 @@ from umbp.pool.ssd_source import SsdSource
 from umbp.pool.sums import Summer
 from umbp.pool.turns import Turns
 from umbp.store import segment as segments
+from umbp.store.ssd_hands import Hands, share
 from umbp.transport.nixl import NixlAgent
 from umbp.transport.sending import FIRST_LINE, PageServer
 from umbp.types import I64, U64
@@ -84,10 +85,14 @@ class StoppedEarly(Exception):
 class PoolServer:
     """The process. `run` is its life."""
 
-    def __init__(self, config: PoolConfig, sources: Sequence[Source] = ()) -> None:
-        """``sources``: where pages come from that are not in DRAM, besides those that the configuration names."""
+    def __init__(self, config: PoolConfig, sources: Sequence[Source] = (), hands: Sequence[Hands] = ()) -> None:
+        """``sources``: where pages come from that are not in DRAM, besides those that the configuration names.
+
+        ``hands``: processes that serve the disks of the SSD tier, one each (`umbp.store.ssd_hands`), or none.
+        """
         self.config = config
         self.sources = list(sources)
+        self.hands = hands
         self.name = config.name
         self.started = time.monotonic()
         self.state: Literal["starting", "ready", "stopping"] = "starting"
@@ -280,7 +285,8 @@ class PoolServer:
         self.agent = NixlAgent(f"{self.name}-{self.boot}", self.segment.data.array) if config.transport == "nixl" else None
         self.sources += self.cluster.sources(self.agent)
         if ssd:
-            self.ssd = SsdSide(config, self.pool, self.segment.data.array, self.now, turns=self.turns)
+            share(self.hands, self.segment, slice_.lock)
+            self.ssd = SsdSide(config, self.pool, self.segment.data.array, self.now, turns=self.turns, hands=self.hands)
             self.sources.insert(0, SsdSource(self.ssd))
             self.references = References(self.ssd, self.handovers) if config.ssd_files else None
             self.cluster.more_tiers.append(self.ssd.capacity)

@@ -21,13 +21,12 @@ What fails stays here: a fault of a disk is a warning in ``/readyz`` and a state
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,14 +39,16 @@ from umbp.master.protocol import Capacity
 from umbp.pool.ssd_moving import SsdMoving
 from umbp.pool.ssd_policies import SsdPolicies
 from umbp.pool.ssd_queue import WriteQueue
+from umbp.pool.ssd_steps import advance, when_done
 from umbp.pool.turns import Turns
 from umbp.store.index import W_PLACE, W_SUM, W_VERSION, place_word
-from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd import SsdTier
 from umbp.store.ssd_cleaning import clean_steps, wanted
 from umbp.store.ssd_drive import AWAY, UP, Drive
 from umbp.store.ssd_format import NamespaceNote
+from umbp.store.ssd_hands import Hands
 from umbp.store.ssd_reads import takes_direct
-from umbp.store.ssd_records import SegmentFile
+from umbp.store.ssd_records import Batch, SegmentFile
 from umbp.store.ssd_system import Steps, System
 from umbp.store.ssd_table import SsdTable
 from umbp.store.ssd_upkeep import opened_steps, watch_steps
@@ -75,39 +76,6 @@ SHRINK_BYTES = 64 << 20  # of a namespace above its quota, a tick
 _T = TypeVar("_T")
 
 
-def _advance(steps: Steps[_T]) -> list[Future[Any]] | tuple[_T]:
-    """Up to where the steps wait next: for what; or their result, as a tuple of one."""
-    try:
-        return next(steps)
-    except StopIteration as stop:
-        return (stop.value,)
-
-
-def _when_done(futures: list[Future[Any]]) -> asyncio.Future[None]:
-    """Done in this loop when all of these are, which wakes it once: a read of four runs would wake it four times otherwise."""
-    loop = asyncio.get_running_loop()
-    over, left, lock = loop.create_future(), len(futures), threading.Lock()
-
-    def end() -> None:
-        if not over.done():  # else the loop's end has cancelled it
-            over.set_result(None)
-
-    def one(_: Future[Any]) -> None:
-        nonlocal left
-        with lock:
-            left -= 1
-            last = not left
-        if last:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(end)
-
-    if not futures:
-        over.set_result(None)
-    for future in futures:
-        future.add_done_callback(one)
-    return over
-
-
 class SsdKeys:
     """The keys of the tier, as a resync of the master sees them (`umbp.pool.sweeping.Keeps`)."""
 
@@ -131,15 +99,23 @@ class SsdSide:
     """The tier and its tasks in one pool process; without folders it does nothing."""
 
     def __init__(
-        self, config: PoolConfig, pool: Pool, data: U8, now: Callable[[], float], system: System | None = None, turns: Turns | None = None
+        self,
+        config: PoolConfig,
+        pool: Pool,
+        data: U8,
+        now: Callable[[], float],
+        system: System | None = None,
+        turns: Turns | None = None,
+        hands: Sequence[Hands] = (),
     ) -> None:
+        """``hands``: a process for each disk, which has ``data`` already; or none."""
         self.config, self.pool, self.now = config, pool, now
         self.turns = turns or Turns()
         self.data, self._view = data, memoryview(data.data)
         self.policy = config.ssd_policy
         self.drives = [
-            Drive(each.path, each.size_bytes, system or System(), level=config.ssd_levels.index(each.level), weight=each.weight)
-            for each in config.ssd
+            Drive(each.path, each.size_bytes, system or System(), level=config.ssd_levels.index(each.level), weight=each.weight, hands=mine)
+            for each, mine in zip_longest(config.ssd, hands)
         ]
         total = sum(folder.size_bytes for folder in config.ssd)
         entries = config.ssd_keys_max or min(ENTRIES_MAX, max(ENTRIES_MIN, total // ENTRY_FOR_BYTES))
@@ -221,12 +197,12 @@ class SsdSide:
 
     async def walk(self, steps: Steps[_T]) -> _T:
         """Run steps in the event loop. Where it is cancelled it goes on to their end first: threads may be writing into memory."""
-        return await self._rest(steps, _advance(steps))
+        return await self._rest(steps, advance(steps))
 
     async def _rest(self, steps: Steps[_T], at: list[Future[Any]] | tuple[_T]) -> _T:
         cancelled: asyncio.CancelledError | None = None
         while isinstance(at, list):
-            over = _when_done(at)
+            over = when_done(at)
             while not over.done():
                 try:
                     await asyncio.wait((over,), timeout=STOP_SECONDS_MAX if self.stopping else None)
@@ -238,7 +214,7 @@ class SsdSide:
                 await self.turns.wait()
             except asyncio.CancelledError as error:
                 cancelled = error
-            at = _advance(steps)
+            at = advance(steps)
         if cancelled is not None:
             raise cancelled
         return at[0]
@@ -247,7 +223,9 @@ class SsdSide:
 
     async def open(self) -> None:
         """Take the folders and list what they hold. Conflict, SegmentError: a folder is not ours to use."""
-        now = self.now()
+        now, loop = self.now(), asyncio.get_running_loop()
+        for hands in self._hands:
+            loop.add_reader(hands.fileno(), self._receive, hands)
         opening = {drive: drive.read(now, drive.open) for drive in self.drives}
         await asyncio.to_thread(wait, opening.values(), OPEN_SECONDS_MAX)
         done = {drive: future for drive, future in opening.items() if future.done()}
@@ -283,7 +261,19 @@ class SsdSide:
         """After `run` has ended."""
         self.tier.stop(self.now())
         self.tier.close()
+        for hands in self._hands:
+            asyncio.get_running_loop().remove_reader(hands.fileno())
+            hands.close()
         self.table.close()
+
+    @property
+    def _hands(self) -> list[Hands]:
+        return [hands for drive in self.drives if (hands := drive.crew.hands) is not None]
+
+    def _receive(self, hands: Hands) -> None:
+        hands.receive()
+        if not hands.alive:
+            asyncio.get_running_loop().remove_reader(hands.fileno())
 
     async def _look_after(self, drive: Drive) -> None:
         looked = float("-inf")
@@ -393,7 +383,7 @@ class SsdSide:
         offsets, size = objects.offset[ids], int(objects.size[ids[0]])
         bodies = [self._view[offset : offset + size] for offset in offsets.tolist()]
         straight = bool(takes_direct(self.data.ctypes.data, size) and (offsets % 512 == 0).all())
-        return Batch(np.uint64(entries[ids[0], W_PLACE]), _keys_of(entries, ids), bodies, entries[ids, W_SUM].copy(), straight)
+        return Batch(np.uint64(entries[ids[0], W_PLACE]), _keys_of(entries, ids), bodies, entries[ids, W_SUM].copy(), straight, offsets)
 
     def _demote(self, now: float) -> None:
         """On evict: what would go next is written first."""
@@ -411,13 +401,13 @@ class SsdSide:
         if number is not None and number != account.number:
             return None
         steps = self.tier.remove_steps(self.now(), place_word(account.number, account.object_bytes), keys)
-        at = _advance(steps)
+        at = advance(steps)
         return self._answered(self._rest(steps, at), "removed") if isinstance(at, list) else None
 
     def flush(self, digest: bytes, old_number: int) -> Coroutine[Any, Any, int] | None:
         """Forget all of a namespace now, which had this number; how many pages, when that is for good."""
         steps = self.tier.flush_steps(self.now(), digest, old_number)
-        at = _advance(steps)
+        at = advance(steps)
         return self._answered(self._rest(steps, at), "flushed") if isinstance(at, list) else None
 
     async def _answered(self, rest: Coroutine[Any, Any, _T], what: str) -> _T:
@@ -470,6 +460,10 @@ class SsdSide:
                 said.append(f"ssd: {drive.path} {'is not there' if drive.state == AWAY else 'is only read'}: {drive.fault}")
             elif drive.folder.cramped:
                 said.append(f"ssd: {drive.path}: the file system is full; it does with less than the {drive.size_bytes} bytes it may take")
+            if drive.crew.hands and not drive.crew.hands.alive:
+                said.append(
+                    f"ssd: {drive.path}: the process that served it is gone; short calls wait longer beside it until the next start"
+                )
         return said + [f"ssd: {fault}" for fault in self.policies.faults]
 
     def _tell(self, rows: U64, present: bool) -> None:

@@ -20,9 +20,10 @@ import numpy as np
 from umbp.config import PoolConfig
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
-from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd import SsdTier
 from umbp.store.ssd_levels import FULL_MARKS, Level
 from umbp.store.ssd_moving import offload_steps, promote_steps
+from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import Steps
 from umbp.types import I64, U8
 

@@ -66,7 +66,7 @@ class SsdSource:
         bodies, straight = _bodies(data, offsets, size)
         sums = np.zeros(len(keys), np.uint64)
         began = self.side.now()
-        codes = await self.side.walk(tier.read_steps(began, place, keys, bodies, straight=straight, sums=sums))
+        codes = await self.side.walk(tier.read_steps(began, place, keys, bodies, straight=straight, sums=sums, offsets=offsets))
         await self.side.turns.wait()
         status = np.where(codes == ReadStatus.BUSY, ReadStatus.FAILED, codes).astype(np.uint8)
         hit = status == ReadStatus.HIT

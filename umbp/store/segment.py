@@ -27,7 +27,6 @@ import hashlib
 import json
 import os
 import struct
-import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ import numpy as np
 from umbp.errors import Conflict, OutOfMemory, SegmentError
 from umbp.store.bell import WORDS, Bell
 from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, IndexReader, IndexWriter, buckets_for
+from umbp.store.locks import lock_patiently, signer
 from umbp.store.memory import HUGE_BYTES, Mapping
 from umbp.types import U64
 
@@ -44,7 +44,6 @@ MAGIC = int.from_bytes(b"UMBPSEG1", "little")
 FORMAT = 2
 HEADER_BYTES = 4096
 TEXT_AT = 512
-LOCK_SECONDS_MAX = 0.5
 HOLDERS_AT = 1 << 62  # where the locks of holders begin, in a file that is never so long
 NAMESPACE_WORDS = 256  # 2 KiB: 8 words of numbers, 4 of digest, the rest text
 SESSION_WORDS = 8
@@ -105,17 +104,15 @@ class OwnerLock:
 
     def __init__(self, directory: str, name: str) -> None:
         self.path = os.path.join(directory, file_stem(name) + ".lock")
-        give_up = time.monotonic() + LOCK_SECONDS_MAX
-        while (fd := _lock_or_none(self.path)) is None:
-            if time.monotonic() > give_up:
-                with open(self.path, "rb") as file:
-                    owner = file.read(64).decode("ascii", "replace").strip()
-                raise Conflict(f"a pool named {name!r} is alive (process {owner or 'unknown'})", field="name", example="--name second")
-            time.sleep(0.01)  # another starting pool may just be looking whether this one is dead
+        fd = lock_patiently(lambda: _lock_or_none(self.path), self.path)
+        if fd is None:
+            owner = signer(self.path) or "unknown"
+            raise Conflict(f"a pool named {name!r} is alive (process {owner})", field="name", example="--name second")
         self._fd = fd
-        with contextlib.suppress(OSError):  # a full file system: the number is for people, the lock is what counts
-            os.ftruncate(self._fd, 0)
-            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def fileno(self) -> int:
+        """The descriptor that holds it; a duplicate of it holds it too."""
+        return self._fd
 
     def close(self, *, remove: bool = False) -> None:
         """Let go; with ``remove`` the file goes too."""

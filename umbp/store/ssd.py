@@ -2,8 +2,9 @@
 
 Theory of operation
 -------------------
-Parts: the format on disk (`ssd_format`), a folder's files (`ssd_folder`, `ssd_recovery`), a disk with its threads and its health
-(`ssd_drive`), reading (`ssd_reads`), the index in memory (`ssd_catalog`), the start (`ssd_adoption`), cleaning (`ssd_cleaning`).
+Parts: the format on disk (`ssd_format`), a folder's files (`ssd_folder`, `ssd_recovery`), a disk and its health (`ssd_drive`), who moves
+its bytes (`ssd_crew`: threads, or a process beside this one), reading (`ssd_reads`), the index in memory (`ssd_catalog`), the start
+(`ssd_adoption`), cleaning (`ssd_cleaning`).
 
 One thread owns the tier (the pool's event loop). What takes long is done by the disks' threads; an operation is a generator of *steps*
 that yields the futures it waits for, so that the same code serves an event loop and, by `finish`, a plain caller.
@@ -44,36 +45,14 @@ from umbp.store.ssd_folder import Full, note
 from umbp.store.ssd_format import BLOCK, NamespaceNote, encode_meta, padded, words_of
 from umbp.store.ssd_ledger import Counters, Ledger, Naming, pages_bytes
 from umbp.store.ssd_levels import Levels, shares
-from umbp.store.ssd_reads import DAMAGED, GOOD, UNREADABLE, read_parts, read_run, runs, takes_direct
-from umbp.store.ssd_records import Append, Draft, Placed, SegmentFile, outcome
+from umbp.store.ssd_reads import DAMAGED, GOOD, UNREADABLE, Run, read_parts, runs, takes_direct
+from umbp.store.ssd_records import Append, Batch, Draft, Placed, SegmentFile, outcome
 from umbp.store.ssd_system import Steps, finish
 from umbp.types import I64, U8, U64, Mask, ReadStatus, WriteStatus
 
 log = logging.getLogger("umbp.store.ssd")
 STOP_SECONDS_MAX = 2.0
 FILES_AHEAD = 2  # one that stays free for cleaning, and the one that is begun next
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Pages to write, of one namespace and size. ``bodies`` must not change until they are written, and are taken as they are by direct I/O
-    if ``straight`` (`takes_direct` holds for all). ``wholes``: their sums in DRAM, 0 for none."""
-
-    place: np.uint64
-    keys: U8
-    bodies: list[memoryview]
-    wholes: U64
-    straight: bool
-
-    @property
-    def size(self) -> int:
-        """Bytes of a page."""
-        return int(self.place >> np.uint64(32))
-
-    @property
-    def number(self) -> int:
-        """Of the namespace."""
-        return int(self.place & LOW)
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +74,10 @@ class Job:
     file: SegmentFile
     which: I64
     codes: Future[U8]
+
+
+Part = tuple[SegmentFile, I64]
+"""A run of pages: its file, and which of those that were found."""
 
 
 class SsdTier:
@@ -151,30 +134,49 @@ class SsdTier:
     # -- reading -----------------------------------------------------------------------------------------------------------------------
 
     def read_steps(
-        self, now: float, place: np.uint64, keys: U8, out: list[memoryview], *, straight: bool, asked: bool = True, sums: U64 | None = None
+        self,
+        now: float,
+        place: np.uint64,
+        keys: U8,
+        out: list[memoryview],
+        *,
+        straight: bool,
+        asked: bool = True,
+        sums: U64 | None = None,
+        offsets: I64 | None = None,
     ) -> Steps[U8]:
         """Read whole pages; one `ReadStatus` an item (BUSY: its disk hangs). Ends when nothing writes to ``out`` any more.
 
         ``straight``: `takes_direct` holds for every buffer. ``asked``: somebody wants them, which counts. ``sums`` (n,) gets the sum that
-        each page has in DRAM, where it is known.
+        each page has in DRAM, where it is known. ``offsets`` (n,): where ``out`` lies in the segment's pages; None: elsewhere.
         """
 
-        def job(drive: Drive, file: SegmentFile, where: Where, run: I64, buffers: list[memoryview]) -> Future[U8]:
-            return drive.read(now, read_run, drive.system, file.fd, drive.folder.direct, where.pages.only(run), buffers, straight)
+        def ask(drive: Drive, where: Where, which: I64, parts: list[Part]) -> list[Future[U8]]:
+            direct, asked = drive.folder.direct, list[Run]()
+            for file, run in parts:
+                items = which[run]
+                places = None if offsets is None else offsets[items]
+                asked.append(Run(file.fd, direct, where.pages.only(run), [out[at] for at in items.tolist()], straight, places))
+            return drive.read_runs(now, asked)
 
-        return (yield from self._read(now, place, keys, out, job, asked, sums))
+        return (yield from self._read(now, place, keys, ask, asked, sums))
 
     def read_part_steps(self, now: float, place: np.uint64, keys: U8, start: int, stop: int, out: list[memoryview]) -> Steps[U8]:
         """Read bytes [start, stop) of pages, verified by the sums of their pieces; one `ReadStatus` an item."""
 
-        def job(drive: Drive, file: SegmentFile, where: Where, run: I64, buffers: list[memoryview]) -> Future[U8]:
-            direct, pages, back = drive.folder.direct, where.pages.only(run), where.back[run]
-            return drive.read(now, read_parts, drive.system, file.fd, file.number, direct, pages, back, start, stop, buffers)
+        def ask(drive: Drive, where: Where, which: I64, parts: list[Part]) -> list[Future[U8]]:
+            def one(file: SegmentFile, run: I64) -> Future[U8]:
+                pages, back, buffers = where.pages.only(run), where.back[run], [out[at] for at in which[run].tolist()]
+                return drive.read(
+                    now, read_parts, drive.system, file.fd, file.number, drive.folder.direct, pages, back, start, stop, buffers
+                )
 
-        return (yield from self._read(now, place, keys, out, job, True, None))
+            return [one(file, run) for file, run in parts]
+
+        return (yield from self._read(now, place, keys, ask, True, None))
 
     def _read(
-        self, now: float, place: np.uint64, keys: U8, out: list[memoryview], ask: Callable[..., Future[U8]], asked: bool, sums: U64 | None
+        self, now: float, place: np.uint64, keys: U8, ask: Callable[..., list[Future[U8]]], asked: bool, sums: U64 | None
     ) -> Steps[U8]:
         status = np.full(len(keys), ReadStatus.MISS, np.uint8)
         found = self.catalog.find(place, keys)
@@ -187,13 +189,17 @@ class SsdTier:
             sums[which] = self.catalog.whole[found.ids[which]]
         where = self.catalog.where(place, found, which)
         status[which] = ReadStatus.BUSY
-        jobs: list[Job] = []
+        parts: dict[Drive, list[Part]] = {}
         for run in runs(where.pages):
             file = self.catalog.files[int(where.pages.files[run[0]])]
             drive = self.ledger.drive_of[id(file)]
             if drive.may_read(now):
                 file.readers += 1
-                jobs.append(Job(drive, file, run, ask(drive, file, where, run, [out[at] for at in which[run].tolist()])))
+                parts.setdefault(drive, []).append((file, run))
+        jobs: list[Job] = []
+        for drive, mine in parts.items():
+            each = zip(mine, ask(drive, where, which, mine), strict=True)
+            jobs += [Job(drive, file, run, codes) for (file, run), codes in each]
         try:
             yield [job.codes for job in jobs]
         finally:
@@ -314,7 +320,8 @@ class SsdTier:
             some = items[start : start + step]
             drive = disks[self.striping.choose(sizes, used, np.array([each.waiting_bytes for each in disks], np.float64))]
             bodies = [batch.bodies[at] for at in some]
-            draft = Draft(part.digest, batch.size, batch.keys[some], batch.wholes[some], bodies, batch.straight, self.sequence)
+            offsets = None if batch.offsets is None else batch.offsets[some]
+            draft = Draft(part.digest, batch.size, batch.keys[some], batch.wholes[some], bodies, batch.straight, self.sequence, offsets)
             self.sequence += len(some)
             drive.waiting_bytes += draft.blocks * BLOCK
             todo.setdefault(drive, []).append((draft, some))

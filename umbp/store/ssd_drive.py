@@ -18,16 +18,20 @@ taken for the disk, and is not filled.
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from umbp.store.ssd_crew import Crew
 from umbp.store.ssd_folder import Folder, Found
-from umbp.store.ssd_system import System, Workers
+from umbp.store.ssd_hands import Hands
+from umbp.store.ssd_reads import Run
+from umbp.store.ssd_system import System
+from umbp.types import U8
 
 UP, READING, AWAY = "up", "reading", "away"
-READERS = 4  # where 1 MiB reads reach a disk's bandwidth; more only lengthen its queue
 STALL_SECONDS = 5.0
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 1.0, 30.0
 CLOSE_SECONDS_MAX = 2.0
@@ -38,8 +42,18 @@ _T = TypeVar("_T")
 class Drive:
     """See above. One thread, the tier's, calls; what takes long goes to the disk's own threads."""
 
-    def __init__(self, path: str, size_bytes: int, system: System, *, segment_bytes: int = 0, level: int = 0, weight: float = 1.0) -> None:
-        """``level``, ``weight``: see `umbp.store.ssd_levels`."""
+    def __init__(
+        self,
+        path: str,
+        size_bytes: int,
+        system: System,
+        *,
+        segment_bytes: int = 0,
+        level: int = 0,
+        weight: float = 1.0,
+        hands: Hands | None = None,
+    ) -> None:
+        """``level``, ``weight``: see `umbp.store.ssd_levels`. ``hands``: the process that serves it, with the real system only."""
         self.path = path
         self.size_bytes = size_bytes
         self.system = system
@@ -51,9 +65,9 @@ class Drive:
         self.waiting_bytes = 0  # on their way to it
         self.read_bytes = self.written_bytes = self.freed_files = 0
         self.read_errors = self.write_errors = self.damaged_pages = 0
-        self.folder = Folder(path, size_bytes, system, segment_bytes=segment_bytes)
+        self.crew = Crew(system, os.path.basename(path), hands)
+        self.folder = Folder(path, size_bytes, self.crew, segment_bytes=segment_bytes)
         self._segment_bytes = segment_bytes
-        self._readers = Workers(READERS, f"ssd-read-{os.path.basename(path)}")
         self._out: dict[Future[Any], float] = {}  # what was asked and has not come back: since when
         self._failures = 0
         self._retry_at = 0.0
@@ -67,14 +81,17 @@ class Drive:
 
     def read(self, now: float, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Have one of the reading threads do this."""
-        return self._watched(now, self._readers, call, *arguments)
+        return self._watch(now, self.crew.submit(call, *arguments))
+
+    def read_runs(self, now: float, runs: Sequence[Run]) -> list[Future[U8]]:
+        """Read pages; the codes of each run."""
+        return [self._watch(now, future) for future in self.crew.read(runs)]
 
     def write(self, now: float, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
         """Have the folder's one thread do this, after all that it was given before."""
-        return self._watched(now, self.folder.worker, call, *arguments)
+        return self._watch(now, self.folder.worker.submit(call, *arguments))
 
-    def _watched(self, now: float, workers: Workers, call: Callable[..., _T], *arguments: Any) -> Future[_T]:
-        future = workers.submit(call, *arguments)
+    def _watch(self, now: float, future: Future[_T]) -> Future[_T]:
         self._out[future] = now
         return future
 
@@ -136,7 +153,9 @@ class Drive:
     def open(self) -> list[Found]:
         """Open the folder, anew if need be. Blocks. OSError, Conflict or SegmentError as `Folder.open`."""
         self.folder.close()  # first: a file system that was unmounted is in use, and cannot be repaired, for as long as its files are held
-        self.folder = Folder(self.path, self.size_bytes, self.system, segment_bytes=self._segment_bytes)
+        if wait(self.crew.forgotten(), CLOSE_SECONDS_MAX).not_done:
+            raise OSError(errno.EBUSY, f"process {self.crew.hands and self.crew.hands.pid} does not let go of its files")
+        self.folder = Folder(self.path, self.size_bytes, self.crew, segment_bytes=self._segment_bytes)
         device = self._device_or_none()
         if self._device is not None and device != self._device and not os.path.lexists(os.path.join(self.path, "folder.meta")):
             raise OSError(2, "the file system that it was on is not mounted")
@@ -150,7 +169,7 @@ class Drive:
 
     def close(self) -> None:
         """Let go, when all that it was asked has been done. What hangs keeps its files: their numbers must not become others'."""
-        self._readers.close()
+        self.crew.close()
         if not wait(self._out, CLOSE_SECONDS_MAX).not_done:
             self.folder.close()
 

@@ -32,11 +32,12 @@ import secrets
 from collections import deque
 from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from umbp.errors import Conflict, SegmentError
+from umbp.store.locks import lock_patiently
+from umbp.store.ssd_crew import Crew
 from umbp.store.ssd_format import (
     BLOCK,
     ITEM,
@@ -54,10 +55,10 @@ from umbp.store.ssd_format import (
     pieces,
     summary_bytes,
 )
-from umbp.store.ssd_records import ACTIVE, BROKEN, FREE, SEALED, Append, Draft, Flight, Placed, SegmentFile, write_record
+from umbp.store.ssd_records import ACTIVE, BROKEN, FREE, SEALED, Append, Draft, Flight, Placed, Record, SegmentFile
 from umbp.store.ssd_recovery import Contents, contents
 from umbp.store.ssd_removals import RemovalLog
-from umbp.store.ssd_system import System, Workers, aligned, aligned_copy, read_file, replace_file, write_all
+from umbp.store.ssd_system import Workers, aligned, aligned_copy, read_file, replace_file, write_all
 from umbp.types import I64, U64
 
 SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 1 << 20, 256 << 20
@@ -66,7 +67,6 @@ NUMBERS_SKIPPED = 16  # at start, so that no number of a header that was lost is
 RECORD_BYTES_MAX = 4 << 20  # written by one call
 RECORD_PAGES_MAX = 256
 OTHER_BYTES = 1 << 20  # of a folder's limit, for what is not segments
-WRITERS = 4  # threads that write records: while some wait for the disk others make checksums
 
 
 class Full(Exception):
@@ -84,10 +84,10 @@ class Found:
 class Folder:
     """See above."""
 
-    def __init__(self, path: str, size_bytes: int, system: System, *, segment_bytes: int = 0) -> None:
+    def __init__(self, path: str, size_bytes: int, crew: Crew, *, segment_bytes: int = 0) -> None:
         self.path = path
         self.size_bytes = size_bytes
-        self.system = system
+        self.crew, self.system = crew, crew.system
         automatic = min(max(size_bytes // SEGMENTS_WANTED, SEGMENT_BYTES_MIN), SEGMENT_BYTES_MAX)
         self.segment_bytes = padded(segment_bytes or automatic // SEGMENT_BYTES_MIN * SEGMENT_BYTES_MIN)
         self.direct = False
@@ -98,14 +98,13 @@ class Folder:
         self.active: SegmentFile | None = None
         self.dead: tuple[U64, U64] = (np.zeros(0, np.uint64), np.zeros(0, np.uint64))  # notes found at start
         self.worker = Workers(1, f"ssd-{os.path.basename(path)}")
-        self.removals = RemovalLog(path, system)
+        self.removals = RemovalLog(path, self.system)
         self.refused_space = False  # the file system had no room for one more file: none is made for a while
         self.cramped = False  # and so it was when the last one was to be made
         self.last = (0, 0)  # the day on which was written last, and how many bytes on it
         self.coming: deque[Append] = deque()  # what the worker was asked to append and has not begun, in order; the tier adds to it
         self._full: list[SegmentFile] = []  # and not sealed yet
         self._ahead: tuple[Append, Flight] | None = None  # the first of those, if some of it is on its way
-        self._writers = Workers(WRITERS, f"ssd-write-{os.path.basename(path)}")
         self._lock: int | None = None
         self._identity: tuple[int, int] = (0, 0)
         self._free: list[SegmentFile] = []
@@ -119,9 +118,11 @@ class Folder:
     def open(self) -> list[Found]:
         """Take the folder, and say what it holds. Conflict if it has an owner, SegmentError if it is of another format."""
         self.system.make_folder(self.path)
-        self._lock = self.system.lock(self._at("owner.lock"))
+        path = self._at("owner.lock")
+        self._lock = lock_patiently(lambda: self.system.lock(path), path)
         if self._lock is None:
             raise Conflict(f"{self.path} is in use by another pool", field="ssd", example="--ssd ANOTHER_FOLDER:SIZE")
+        self.crew.opened(self._lock)
         try:
             self._identity = self.system.identity(self.path)
             self._probe()
@@ -136,13 +137,15 @@ class Folder:
     def close(self) -> None:
         """Let go of everything; what is active stays unsealed."""
         self.worker.close()
-        self._writers.close()
         self.removals.close()
-        for fd in (*(file.fd for file in self.files.values()), self._lock):
-            if fd is not None:
-                with contextlib.suppress(OSError):
-                    self.system.close(fd)
+        self._let_go([*(file.fd for file in self.files.values()), *(() if self._lock is None else (self._lock,))])
         self.files, self._free, self._full, self.active, self._lock = {}, [], [], None, None
+
+    def _let_go(self, fds: list[int]) -> None:
+        self.crew.closing(fds)
+        for fd in fds:
+            with contextlib.suppress(OSError):
+                self.system.close(fd)
 
     def is_there(self) -> bool:
         """Whether the folder is still the one that was opened. OSError as the system says."""
@@ -210,6 +213,7 @@ class Folder:
             if not (digits.isdecimal() and len(digits) == 5):
                 continue
             fd = self.system.open(self._at(name), direct=self.direct)
+            self.crew.opened(fd)
             file = SegmentFile(int(digits), fd)
             self.files[file.slot] = file
             try:
@@ -243,7 +247,7 @@ class Folder:
         while len(self.files) > self.files_max and self.files:
             file = self._free.pop() if self._free else min(self.files.values(), key=lambda each: each.number)
             found[:] = [each for each in found if each.file is not file]
-            self.system.close(file.fd)
+            self._let_go([file.fd])
             self.system.remove(self._at(_name(file.slot)))
             del self.files[file.slot]
 
@@ -287,10 +291,9 @@ class Folder:
             if not self._fits(flight.file, flight.end, flight.count, draft):
                 break
             flight.day_bytes += draft.blocks * BLOCK
-            record = (draft, flight.end, flight.day_bytes)
-            flight.records.append(record)
-            flight.futures.append(self._writers.submit(self._write_record, flight.file, flight.day, record))
+            flight.records.append(Record(flight.file, draft, flight.end, flight.day, flight.day_bytes, self.direct))
             flight.end, flight.count = flight.end + draft.blocks, flight.count + len(draft.bodies)
+        flight.futures = self.crew.write(flight.records)
         return flight
 
     def _land(self, flight: Flight, *, look_ahead: bool) -> list[Placed]:
@@ -315,13 +318,13 @@ class Folder:
         if not self.direct:
             self.system.forget_cached(file.fd)
         placed = []
-        for future, (draft, at, total) in zip(flight.futures, flight.records, strict=True):
+        for future, record in zip(flight.futures, flight.records, strict=True):
             pages = future.result()
-            pages["namespace"] = file.namespaces.setdefault(draft.namespace, len(file.namespaces))
+            pages["namespace"] = file.namespaces.setdefault(record.draft.namespace, len(file.namespaces))
             file.parts.append(pages)
             file.count += len(pages)
-            file.end = at + draft.blocks
-            self.last = (flight.day, total)
+            file.end = record.at + record.draft.blocks
+            self.last = (record.day, record.day_bytes)
             placed.append(Placed(file, pages))
         return placed
 
@@ -339,10 +342,6 @@ class Folder:
             return []
         flight, self._ahead = self._ahead[1], None
         return [flight]
-
-    def _write_record(self, file: SegmentFile, day: int, record: tuple[Draft, int, int]) -> Any:
-        draft, at, day_bytes = record
-        return write_record(self.system, file, draft, at, day, day_bytes, direct=self.direct)
 
     def _write_at(self, file: SegmentFile, block: int, text: bytes) -> None:
         write_all(self.system, file.fd, [aligned_copy(text)], block * BLOCK, len(text))
@@ -410,6 +409,7 @@ class Folder:
                     raise Full from error
             raise
         self.cramped = False
+        self.crew.opened(fd)
         file = self.files[slot] = SegmentFile(slot, fd)
         return file
 

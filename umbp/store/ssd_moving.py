@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from umbp.store.index import W_PLACE
-from umbp.store.ssd import Batch, SsdTier
+from umbp.store.ssd import SsdTier
 from umbp.store.ssd_catalog import LOW, SHIFT, Where
 from umbp.store.ssd_drive import AWAY, Drive
 from umbp.store.ssd_folder import Full, note
 from umbp.store.ssd_format import BLOCK, padded
 from umbp.store.ssd_levels import can_take, shares
-from umbp.store.ssd_records import Draft, outcome
+from umbp.store.ssd_records import Batch, Draft, outcome
 from umbp.store.ssd_system import Steps, aligned
 from umbp.types import I64, ReadStatus
 

@@ -105,6 +105,22 @@ def _read(system: System, fd: int, pages: Pages, out: list[memoryview]) -> U8:
     return codes
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Pages that one call reads: `read_run` and what it needs. ``offsets``: where ``out`` lies in the segment's pages; None: elsewhere."""
+
+    fd: int
+    direct: bool
+    pages: Pages
+    out: list[memoryview]
+    straight: bool
+    offsets: I64 | None = None
+
+    def read(self, system: System) -> U8:
+        """GOOD, DAMAGED or UNREADABLE a page."""
+        return read_run(system, self.fd, self.direct, self.pages, self.out, self.straight)
+
+
 # -- parts of pages ----------------------------------------------------------------------------------------------------------------
 
 

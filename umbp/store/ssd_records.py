@@ -15,7 +15,7 @@ import numpy as np
 
 from umbp.store.ssd_format import BLOCK, ITEM, RecordHead, blocks, body_sums, checks_of, encode_head, head_blocks, padded, words_of
 from umbp.store.ssd_system import System, aligned, aligned_copy, write_all
-from umbp.types import U8, U64
+from umbp.types import I64, U8, U64
 
 FREE, ACTIVE, SEALED, BROKEN = "free", "active", "sealed", "broken"
 
@@ -50,9 +50,36 @@ class SegmentFile:
         return self.settled and not self.readers
 
 
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Pages to write, of one namespace and size. ``bodies`` must not change until they are written, and are taken as they are by direct I/O
+    if ``straight`` (`takes_direct` holds for all). ``wholes``: their sums in DRAM, 0 for none.
+    ``offsets``: where they lie in the segment's pages; None: elsewhere."""
+
+    place: np.uint64
+    keys: U8
+    bodies: list[memoryview]
+    wholes: U64
+    straight: bool
+    offsets: I64 | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of a page."""
+        return int(self.place) >> 32
+
+    @property
+    def number(self) -> int:
+        """Of the namespace."""
+        return int(self.place) & 0xFFFF_FFFF
+
+
 @dataclass(slots=True)
 class Draft:
-    """A record to be: bodies of one namespace and size. ``straight``: direct I/O can use their memory as it is."""
+    """A record to be: bodies of one namespace and size. ``straight``: direct I/O can use their memory as it is.
+
+    ``offsets``: where they lie in the segment's pages; None: elsewhere.
+    """
 
     namespace: bytes
     size: int
@@ -61,11 +88,28 @@ class Draft:
     bodies: list[memoryview]
     straight: bool
     sequence: int = 0
+    offsets: I64 | None = None
 
     @property
     def blocks(self) -> int:
         """On disk."""
         return head_blocks(len(self.bodies), self.size) + len(self.bodies) * blocks(self.size)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A draft and where it goes: block ``at`` of a file. ``day_bytes``: written on this ``day``, this record included."""
+
+    file: SegmentFile
+    draft: Draft
+    at: int
+    day: int
+    day_bytes: int
+    direct: bool
+
+    def write(self, system: System) -> Any:
+        """`write_record`."""
+        return write_record(system, self.file, self.draft, self.at, self.day, self.day_bytes, direct=self.direct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +135,7 @@ class Append:
 class Flight:
     """Records that were given to the threads: the first ``len(records)`` of what is left of an `Append`, all for one file.
 
-    ``records``: each with its block and the bytes of the day after it. ``end``, ``count``: of the file when all of them are there.
+    ``end``, ``count``: of the file when all of them are there.
     """
 
     file: SegmentFile
@@ -99,7 +143,7 @@ class Flight:
     end: int
     count: int
     day_bytes: int
-    records: list[tuple[Draft, int, int]] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     futures: list[Future[Any]] = field(default_factory=list)
 
 

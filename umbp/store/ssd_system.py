@@ -163,6 +163,8 @@ def write_all(system: System, fd: int, buffers: Sequence[Any], offset: int, size
         raise OSError(errno.ENOSPC, "the file system took only a part of a write")
 
 
+READERS = 4  # threads that read one disk: where 1 MiB reads reach its bandwidth; more only lengthen its queue
+WRITERS = 4  # that write records: while some wait for the disk others make checksums
 NICE = 5  # of the threads that serve disks: a third of the weight, where the processors are short
 
 
@@ -173,9 +175,9 @@ class Workers:
     call to DRAM does not.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, nice: int = NICE) -> None:
         self._asked: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
-        self.count = count
+        self.count, self.nice = count, nice
         for number in range(count):
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True).start()
 
@@ -185,6 +187,10 @@ class Workers:
         self._asked.put((future, call, args))
         return future
 
+    def submit_to(self, future: Future[_T], call: Callable[[], _T]) -> None:
+        """As `submit`, for a future that somebody waits for already."""
+        self._asked.put((future, call, ()))
+
     def close(self) -> None:
         """End the threads when they have done what they have; nobody waits for that."""
         for _ in range(self.count):
@@ -192,7 +198,7 @@ class Workers:
 
     def _run(self) -> None:
         with contextlib.suppress(OSError):  # of this thread alone, on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self.nice)
         while (work := self._asked.get()) is not None:
             future, call, args = work
             if not future.set_running_or_notify_cancel():
