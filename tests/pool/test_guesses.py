@@ -152,3 +152,25 @@ async def test_a_node_that_is_guessed_is_not_waited_for_the_master_for(monkeypat
     with pytest.raises(Unavailable):  # a master that does not answer is found out by the next
         await offers()
     await peers.close()
+
+
+@pytest.mark.parametrize(
+    ("tier", "transports", "ranged"),
+    [(Tier.DRAM, (True,), True), (Tier.SSD, (True,), False), (Tier.DRAM, (False,), False), (Tier.DRAM, (False, True), False)],
+    ids=["out of DRAM", "out of its SSD", "by a transport that knows no parts", "by the better of two"],
+)
+async def test_pages_of_others_come_in_parts_out_of_dram_by_a_transport_that_can(
+    tier: Tier, transports: tuple[bool, ...], ranged: bool
+) -> None:
+    guide = Slow()
+    guide.may.set()
+    source = Source("anne", 7, {"nixl": "127.0.0.1:1", "http": "127.0.0.1:1"})
+    guide.answer = plan_of(source, 10, tier)
+    ways = [Deaf() for _ in transports]
+    for way, can in zip(ways, transports, strict=True):
+        way.ranged = can
+    peers = Peers("me", guide, dict(zip(("nixl", "http"), ways, strict=False)))
+    (offer,) = await peers.offers(Space(bytes(32), 0, 1, 4096), keys_of(*range(10)), frozenset(), time.monotonic() + 3600.0, peek=True)
+    assert offer.ranged == ranged
+    assert peers.ranged == transports[0]
+    await peers.close()

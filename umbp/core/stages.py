@@ -1,8 +1,8 @@
-"""In which order the bytes of pages come from a disk, so that a load has its first layers first.
+"""In which order the bytes of pages come from a disk or a node, so that a load has its first layers first.
 
 A load is read in *stages*: the first layers of all its pages, then the next ones of all. A disk reads a page in parts more slowly than as a
 whole, so a stage takes as much as all before it: of 8 layers 1, 1, 2 and 4, three more calls a page than a whole read, and the first layer
-is there after an eighth of the time. A stage is at least `STAGE_BYTES_MIN`, which a disk reads in some ten milliseconds.
+is there after an eighth of the time. A stage is at least `STAGE_BYTES_MIN`, which a disk reads, or a link brings, in some ten milliseconds.
 
 An object is component after component, so a stage is some byte ranges of a page. Readers see progress in *chunks* (`umbp.store.index`),
 which depend on nothing but the page's size: two who ask for the same page in different orders read the same marks.
@@ -21,7 +21,7 @@ from umbp.types import I64, U64
 STAGE_BYTES_MIN = 16 << 20
 FIRST_SHARE = 8  # the first stage is one in this many bytes of the load, or more
 STAGES_MAX = 8
-RANGES_MAX = 64  # of all stages together: what a request may name
+RANGES_MAX = 64  # of all stages together, and of one order: what a request may name
 
 Ranges: TypeAlias = tuple[tuple[int, int], ...]
 

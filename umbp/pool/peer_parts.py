@@ -60,6 +60,7 @@ class PeerReading:
         self._versions: U64 = np.zeros(len(keys), np.uint64)
         self._status = np.full(len(keys), ReadStatus.HIT, np.uint8)
         self._failed = False
+        self.some = False  # whether any bytes have come
 
     def __repr__(self) -> str:
         return f"<PeerReading of {len(self._keys)} pages of {self._peer.node}: {self._growing!r}>"
@@ -70,6 +71,11 @@ class PeerReading:
             raise Unavailable(f"{self._peer.node} failed a moment ago")
         began, space, pages = time.monotonic(), self._space, which.tolist()
         known = self._versions[which]
+
+        def came_some(page: int, start: int, stop: int) -> None:
+            self.some = True
+            self._growing.came(pages[page], start, stop)
+
         try:
             with self._blamed():
                 came = await self._transport.read_spans(
@@ -81,7 +87,7 @@ class PeerReading:
                     self._offsets[which],
                     spans,
                     deadline,
-                    lambda page, start, stop: self._growing.came(pages[page], start, stop),
+                    came_some,
                     again=bool(known.all()),
                 )
         except (UmbpError, OSError):

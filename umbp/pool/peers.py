@@ -157,11 +157,8 @@ class Peers:
     async def begin(self, space: Space, offer: Offer, keys: U8, data: U8, offsets: I64) -> PeerReading:
         """See `umbp.pool.sources.Ranged`."""
         run, guessed = _run_of(offer)
-        some = False
 
         def told(status: U8, size_bytes: int, seconds: float) -> None:
-            nonlocal some
-            some = True
             self._learn(space, run, status, size_bytes, seconds)
 
         def over() -> None:
@@ -169,7 +166,7 @@ class Peers:
                 self._confirm(space.digest.hex(), guessed)
 
         transport, peer = self._way(run.source)
-        return PeerReading(
+        reading = PeerReading(
             transport,
             peer,
             space,
@@ -177,10 +174,11 @@ class Peers:
             data,
             offsets,
             pages_max=max(1, READ_BYTES_MAX // space.object_bytes),  # the peer leases all of a page
-            blamed=lambda: self._blaming(run.source.node, space, lambda: some),
+            blamed=lambda: self._blaming(run.source.node, space, lambda: reading.some),
             told=told,
             over=over,
         )
+        return reading
 
     def take_measured(self) -> list[Measured]:
         """What was measured since this was asked last."""
@@ -205,9 +203,10 @@ class Peers:
         return [self._offer(run, which[run.start : run.stop], run) for run in plan.runs if run.source.node != self.node]
 
     def _offer(self, run: plans.Run, which: I64, handle: plans.Run | Guessed) -> Offer:
-        """Of these pages, by the way that `_way` takes."""
+        """Of these pages, by the way that `_way` takes. In parts only out of DRAM: from its SSD the node must have all of a page first."""
         way = next((transport for name, transport in self.transports.items() if name in run.source.addresses), None)
-        return Offer(PLACE + run.source.node, Tier.REMOTE, which, run.seconds, handle, ranged=way is not None and way.ranged)
+        ranged = way is not None and way.ranged and run.tier == Tier.DRAM
+        return Offer(PLACE + run.source.node, Tier.REMOTE, which, run.seconds, handle, ranged=ranged)
 
     @contextlib.contextmanager
     def _blaming(self, node: str, space: Space, some: Callable[[], bool]) -> Generator[None]:
