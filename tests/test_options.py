@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from umbp.config import SsdFolder, load_pool_config
+from umbp.config import NumaPart, SsdFolder, load_pool_config
 from umbp.errors import ConfigError
 
 
@@ -41,6 +41,46 @@ def test_a_bad_tag_is_refused_with_a_good_one(text: str, why: str) -> None:
 @pytest.mark.parametrize(("text", "nodes"), [("auto", ()), ("off", ()), ("Interleave", ()), ("1", (1,)), ("0, 1", (0, 1)), ("2,0", (2, 0))])
 def test_nodes_of_memory(text: str, nodes: tuple[int, ...]) -> None:
     assert load_pool_config(["--numa", text], {}).numa_nodes == nodes
+
+
+def test_nodes_of_memory_on_levels_with_sizes_and_weights() -> None:
+    found = load_pool_config(["--numa", "near=0:64GiB*2", "--numa", "near=1:64GiB, far=0:512GiB"], {})
+    assert found.numa_levels == ("near", "far")
+    assert found.dram_wanted == 640 << 30
+    assert found.numa.parts == (NumaPart(0, "near", 64 << 30, 2.0), NumaPart(1, "near", 64 << 30), NumaPart(0, "far", 512 << 30))
+    assert load_pool_config(["--numa", "near=0,far=1", "--dram", "8GiB"], {}).dram_wanted == 8 << 30
+    assert load_pool_config([], {"UMBP_NUMA": "0:4MiB,1:2MiB", "UMBP_DRAM": "6MiB"}).dram_wanted == 6 << 20
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("near=0:64GiB,1:64GiB", "some nodes name a level, others do not"),
+        ("near=0:64GiB,far=1", "some nodes say how much, others do not"),
+        ("near=0:1MiB,far=1:64MiB", "not a multiple of 2MiB"),
+        ("near=0:0,far=1:0", "numa: "),
+        ("near=0:2MiB,near=0:2MiB", "different nodes"),
+        ("near=0:2MiB*0", "not a weight"),
+        ("near=0:much", "not a size"),
+        ("2near=0:2MiB", "none of auto"),
+        (",".join(f"l{at}={at}" for at in range(9)), "more than 8 levels"),
+    ],
+)
+def test_bad_levels_of_memory_are_refused_with_good_ones(text: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as caught:
+        load_pool_config(["--numa", text], {})
+    assert caught.value.field == "numa"
+
+
+def test_levels_of_memory_are_as_large_as_all_of_it_and_their_marks_make_sense() -> None:
+    for argv, field in (
+        (["--numa", "near=0:2MiB,far=0:4MiB", "--dram", "8MiB"], "numa"),
+        (["--numa-offload-low", "0.95"], "numa_offload_low"),
+        (["--numa-move-rate", "0"], "numa_move_rate"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_pool_config(argv, {})
+        assert caught.value.field == field
 
 
 @pytest.mark.parametrize("text", ["", "0,", "0,0", "-1", "node0", "0;1", ",".join(map(str, range(17)))])

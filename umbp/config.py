@@ -29,6 +29,8 @@ __all__ = [
     "POOL_VARIABLE",
     "RUNTIME_DIR_VARIABLE",
     "Address",
+    "Numa",
+    "NumaPart",
     "Option",
     "PoolConfig",
     "SsdFolder",
@@ -46,6 +48,8 @@ SSD_BYTES_MIN = 16 << 20
 SSD_FOLDERS_MAX = 64
 SSD_LEVELS_MAX = 8
 NUMA_REGIONS_MAX = 16
+NUMA_LEVELS_MAX = 8
+NUMA_GRANULE = 2 << 20
 
 # Variables that begin with UMBP_ and are no field of the pool: those of clients, the folder of sockets, the scripts' switches.
 POOL_VARIABLE, RUNTIME_DIR_VARIABLE = "UMBP_POOL", "UMBP_RUNTIME_DIR"
@@ -71,16 +75,61 @@ def default_socket(name: str, environ: Mapping[str, str]) -> str:
 # -- the table of options ----------------------------------------------------------------------------------------------------------
 
 
-def _numa(text: str, field: str) -> str:
-    bare = text.strip().lower().replace(" ", "")
-    if bare in ("auto", "off", "interleave"):
-        return bare
-    if not re.fullmatch(r"[0-9]{1,3}(,[0-9]{1,3})*", bare):
-        raise ConfigError(f"{quoted(text)} is none of auto, off, interleave or numbers of nodes", field=field, example="auto, or 0,1")
-    numbers = [int(number) for number in bare.split(",")]
-    if len(set(numbers)) < len(numbers) or len(numbers) > NUMA_REGIONS_MAX:
-        raise ConfigError(f"{quoted(text)} are not up to {NUMA_REGIONS_MAX} different nodes", field=field, example="0,1")
-    return ",".join(map(str, numbers))
+@dataclass(frozen=True, slots=True)
+class NumaPart:
+    """A part of the memory on a NUMA node: its bytes, 0 for as many as each of the others has.
+
+    ``level``: the one it is of, "" where there is but one. ``weight``: its part of what is written to its level, beside its size.
+    """
+
+    node: int
+    level: str = ""
+    size_bytes: int = 0
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Numa:
+    """Where memory is to be: ``mode`` is auto, off, interleave, or "" where ``parts`` say it."""
+
+    mode: str = ""
+    parts: tuple[NumaPart, ...] = ()
+
+
+_NUMA_EXAMPLE = "0,1, or near=0:64GiB,far=2:256GiB"
+
+
+def _numa(text: str, field: str) -> Numa:
+    """auto, off, interleave, or [LEVEL=]NODE[:SIZE][*WEIGHT], several with commas between them."""
+    bare = re.sub(r"\s", "", text)
+    if bare.lower() in ("auto", "off", "interleave"):
+        return Numa(bare.lower())
+    found: list[NumaPart] = []
+    for part in bare.split(","):
+        named = re.fullmatch(r"(?:([A-Za-z][A-Za-z0-9_-]{0,31})=)?([0-9]{1,3})(?::([^*:]+))?(?:\*(.*))?", part)
+        if not named:
+            raise ConfigError(
+                f"{quoted(part)} is none of auto, off, interleave or a node", field=field, example="auto, or " + _NUMA_EXAMPLE
+            )
+        level, node, size, weight = named.groups()
+        found.append(NumaPart(int(node), level or "", parse_size(size, field) if size else 0, _weight(weight, field, "near=0:64GiB*2")))
+        if (size and not found[-1].size_bytes) or found[-1].size_bytes % NUMA_GRANULE:
+            raise ConfigError(f"{quoted(size)} is not a multiple of {format_size(NUMA_GRANULE)}", field=field, example=_NUMA_EXAMPLE)
+    if len({(part.node, part.level) for part in found}) < len(found) or len(found) > NUMA_REGIONS_MAX:
+        raise ConfigError(f"{quoted(text)} are not up to {NUMA_REGIONS_MAX} different nodes", field=field, example=_NUMA_EXAMPLE)
+    if len({not part.size_bytes for part in found}) > 1:
+        raise ConfigError("some nodes say how much, others do not", field=field, example=_NUMA_EXAMPLE)
+    if len({not part.level for part in found}) > 1:
+        raise ConfigError("some nodes name a level, others do not", field=field, example=_NUMA_EXAMPLE)
+    if len({part.level for part in found}) > NUMA_LEVELS_MAX:
+        raise ConfigError(f"more than {NUMA_LEVELS_MAX} levels", field=field, example=_NUMA_EXAMPLE)
+    return Numa(parts=tuple(found))
+
+
+def _weight(text: str | None, field: str, example: str) -> float:
+    if text is not None and not (re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?", text.strip()) and float(text) > 0):
+        raise ConfigError(f"{quoted(text)} is not a weight", field=field, example=example)
+    return float(text or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +155,8 @@ def _ssd_folders(text: str, field: str) -> tuple[SsdFolder, ...]:
         if not named:
             raise ConfigError(f"{quoted(part)} is not PATH:SIZE", field=field, example="/nvme0/umbp:2TiB, or fast=/nvme0/umbp:2TiB")
         level, where, size, weight = named.groups()
-        if weight is not None and not (re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?", weight.strip()) and float(weight) > 0):
-            raise ConfigError(f"{quoted(weight)} is not a weight", field=field, example="fast=/nvme0/umbp:2TiB*2")
-        found.append(SsdFolder(_path(where, field), parse_size(size, field), level or "", float(weight or 1)))
+        share = _weight(weight, field, "fast=/nvme0/umbp:2TiB*2")
+        found.append(SsdFolder(_path(where, field), parse_size(size, field), level or "", share))
     if len({not folder.level for folder in found}) > 1:
         raise ConfigError("some folders name a level, others do not", field=field, example="fast=/nvme0/umbp:2TiB,slow=/disk0/umbp:20TiB")
     if len({folder.level for folder in found}) > SSD_LEVELS_MAX:
@@ -137,8 +185,22 @@ class PoolConfig:
     shm_dir: str = _option("Memory", _path, "/dev/shm", "/dev/shm", "folder (a tmpfs) of the shared segment")
     keys_max: int | None = _option("Memory", _or_auto(_count(1, 1 << 32)), "auto", "1000000", "keys the index holds; auto: by size")
     hugepages: str = _option("Memory", _choice("auto", "off", "on"), "auto", "auto", "2 MiB pages: auto, off, on")
-    numa: str = _option("Memory", _numa, "auto", "0,1", "auto, off, interleave, or nodes: a region on each, writers use the nearest")
+    numa: Numa = _option(  # noqa: RUF009 (frozen)
+        "Memory",
+        _numa,
+        "auto",
+        "0,1",
+        "auto, off, interleave, or nodes: a region on each, writers use the nearest; near=0:64GiB far=2:256GiB are levels, *2 a weight",
+        several=True,
+    )
     numa_strict: bool = _option("Memory", _switch, "off", "off", "no start where memory is not on the nodes named by numa")
+    numa_offload: str = _option(
+        "Memory", _choice("watermark", "on_evict"), "watermark", "on_evict", "when pages go to the level below: ahead of need, or at need"
+    )
+    numa_offload_high: float = _option("Memory", _share, "0.90", "0.90", "watermark: offload when more than this share of a level is used")
+    numa_offload_low: float = _option("Memory", _share, "0.80", "0.80", "and stop at this share")
+    numa_promote: bool = _option("Memory", _switch, "on", "off", "pages that are asked for on a lower level are copied to the first one")
+    numa_move_rate: int = _option("Memory", parse_size, "1GiB", "1GiB", "bytes a second that may move between levels")
     prefault_threads: int | None = _option("Memory", _or_auto(_count(1, 256)), "auto", "4", "threads that fault memory in at start")
     ssd: tuple[SsdFolder, ...] = _option(
         "SSD",
@@ -207,7 +269,17 @@ class PoolConfig:
     @property
     def numa_nodes(self) -> tuple[int, ...]:
         """The nodes that memory is to be on, one region each; none where it is left to the kernel, or spread over all."""
-        return tuple(int(number) for number in self.numa.split(",")) if self.numa[:1].isdigit() else ()
+        return tuple(part.node for part in self.numa.parts)
+
+    @property
+    def numa_levels(self) -> tuple[str, ...]:
+        """The levels of the memory, the first one first: in the order in which nodes name them."""
+        return tuple(dict.fromkeys(part.level for part in self.numa.parts))
+
+    @property
+    def dram_wanted(self) -> int | None:
+        """Bytes of the memory: as the nodes say, or ``dram``."""
+        return sum(part.size_bytes for part in self.numa.parts) or self.dram
 
     @property
     def ssd_levels(self) -> tuple[str, ...]:
@@ -220,6 +292,14 @@ class PoolConfig:
             raise ConfigError("needs the nodes that memory is to be on", field="numa_strict", example="on with numa 0,1")
         if self.dram is not None and self.dram < DRAM_BYTES_MIN:
             raise ConfigError(f"{format_size(self.dram)} is less than {format_size(DRAM_BYTES_MIN)}", field="dram", example="64GiB")
+        if self.dram is not None and self.dram_wanted != self.dram:
+            why = f"the nodes of numa have {format_size(self.dram_wanted or 0)} together, dram is {format_size(self.dram)}"
+            raise ConfigError(why, field="numa", example="no dram beside near=0:64GiB,far=2:256GiB")
+        if not self.numa_offload_low < self.numa_offload_high:
+            why = f"{self.numa_offload_low} is not below numa_offload_high, {self.numa_offload_high}"
+            raise ConfigError(why, field="numa_offload_low", example="0.80 with numa_offload_high 0.90")
+        if not self.numa_move_rate:
+            raise ConfigError("nothing would ever move", field="numa_move_rate", example="1GiB")
         if not self.watermark_low < self.watermark_high:
             why = f"{self.watermark_low} is not below watermark_high, {self.watermark_high}"
             raise ConfigError(why, field="watermark_low", example="0.90 with watermark_high 0.95")

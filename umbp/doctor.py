@@ -135,7 +135,7 @@ def shared_memory(world: World) -> list[Finding]:
     kind = filesystem(world.text("proc/mounts"), os.path.realpath(folder))
     writable = os.access(folder, os.W_OK | os.X_OK)
     size, free = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize + held_bytes(world.config)
-    return judge_shared_memory(folder, kind, size=size, free=free, writable=writable, wanted=world.config.dram)
+    return judge_shared_memory(folder, kind, size=size, free=free, writable=writable, wanted=world.config.dram_wanted)
 
 
 def held_bytes(config: PoolConfig) -> int:
@@ -167,7 +167,7 @@ def memory(world: World) -> list[Finding]:
     left = None if probed.cgroup_limit is None else probed.cgroup_limit - probed.cgroup_used
     limit = "none" if left is None else f"{format_size(probed.cgroup_limit or 0)}, {format_size(left)} left"
     found = f"{format_size(probed.available)} available; cgroup limit: {limit}"
-    wanted = world.config.dram
+    wanted = world.config.dram_wanted
     if wanted is not None:
         room = probed.available if left is None else min(probed.available, left)
         if wanted > room + held_bytes(world.config):

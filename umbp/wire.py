@@ -21,7 +21,7 @@ from umbp.frames import decode as decode
 from umbp.frames import encode as encode
 from umbp.frames import frame_bytes as frame_bytes
 
-VERSION = 4
+VERSION = 5
 BATCH_MAX = 1024  # keys of one call that costs the pool a few microseconds a key: some ms is the longest that it is away from others
 LARGE_BATCH_MAX = 4096  # and of one that costs it less than that: a prompt of 256 K tokens
 FETCH_SECONDS_MAX, SECONDS_MAX = 3600, 86_400
@@ -113,7 +113,7 @@ class UseSpare(Message, frozen=True, tag="use_spare"):
 
 
 class TakeLease(Message, frozen=True, tag="lease"):
-    """Arrays: ids i64[n], versions u64[n]."""
+    """Arrays: ids i64[n], versions u64[n]. What has moved meanwhile is held where it is now: look again once it is granted."""
 
     n: Count
     seconds: Seconds = 0.0

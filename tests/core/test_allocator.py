@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbp.core.allocator import ANYWHERE, PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, Allocator, granule, rounded
+from umbp.core.allocator import ANYWHERE, PAGE_FROM, PAGE_GRANULE, SMALL_GRANULE, Allocator, Region, granule, rounded
 from umbp.errors import SegmentError
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -65,7 +65,7 @@ class Pair:
     """The allocator and its model, told the same."""
 
     def __init__(self, capacity_bytes: int, regions: int = 1) -> None:
-        self.real = Allocator(capacity_bytes, regions)
+        self.real = Allocator(capacity_bytes, (Region(),) * regions)
         self.model = Bitmap(capacity_bytes, self.real.edges)
 
     def allocate(self, size: int, count: int, region: int = ANYWHERE) -> int:
@@ -142,7 +142,7 @@ def test_regions_agree_with_a_bitmap_and_are_what_was_wanted_while_there_is_room
 
 
 def test_without_a_wish_the_emptiest_region_is_taken() -> None:
-    space = Allocator(6 * MIB, 3)
+    space = Allocator(6 * MIB, (Region(),) * 3)
     space.allocate(MIB, 1, 0)
     assert space.regions_of(space.allocate(KIB, 2)).tolist() == [1, 1]
     assert space.regions_of(space.allocate(MIB, 3)).tolist() == [2, 2, 1]
@@ -151,12 +151,12 @@ def test_without_a_wish_the_emptiest_region_is_taken() -> None:
 
 def test_a_segment_too_small_for_its_regions_is_refused() -> None:
     with pytest.raises(ValueError, match="too few for 3"):
-        Allocator(5 * MIB, 3)
+        Allocator(5 * MIB, (Region(),) * 3)
 
 
 def test_occupy_refuses_an_object_in_two_regions() -> None:
     with pytest.raises(SegmentError, match="two of its regions"):
-        Allocator(4 * MIB, 2).occupy(np.array([2 * MIB - 256]), np.array([512]))
+        Allocator(4 * MIB, (Region(),) * 2).occupy(np.array([2 * MIB - 256]), np.array([512]))
 
 
 def test_a_page_sized_object_is_found_among_runs_that_alignment_spoils() -> None:

@@ -110,7 +110,7 @@ def test_after_a_restart_what_lies_there_goes_and_what_lies_across_keeps_its_pla
 
 def test_it_is_the_end_of_the_last_region_and_the_others_are_as_without_it() -> None:
     size = 12 << 20
-    without, world = (World(size, 64, regions=3, passage_bytes=bytes_) for bytes_ in (0, passage_bytes(size, 3)))
+    without, world = (World(size, 64, regions=3, passage_bytes=bytes_) for bytes_ in (0, passage_bytes(size, size // 3)))
     assert world.pool.objects.allocator.starts.tolist() == without.pool.objects.allocator.starts.tolist()
     assert 0 < world.pool.objects.passage.size_bytes < size // 3
     row = open_namespace(world.pool, "a", PAGE)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
+from umbp.core.allocator import Region
 from umbp.core.pool import Limits, Pool
 from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, IndexWriter, buckets_for
 from umbp.store.segment import NAMESPACE_WORDS
@@ -20,7 +23,7 @@ class World:
         namespaces: int = 16,
         eviction: str = "lru",
         admission: str = "always",
-        regions: int = 1,
+        regions: int | Sequence[Region] = 1,
         **limits,
     ):
         self.buckets = np.zeros((buckets_for(entries), BUCKET_SLOTS), np.uint64)
@@ -28,7 +31,8 @@ class World:
         self.words = np.zeros(4, np.uint64)
         self.rows = np.zeros((namespaces, NAMESPACE_WORDS), np.uint64)
         self.capacity_bytes = capacity_bytes
-        self.options = {"eviction": eviction, "admission": admission, "regions": regions}
+        parts = (Region(),) * regions if isinstance(regions, int) else regions
+        self.options = {"eviction": eviction, "admission": admission, "regions": parts}
         self.limits = Limits(**limits)
         self.pool = self._make()
 

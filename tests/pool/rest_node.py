@@ -21,6 +21,7 @@ from umbp.layout import Layout, Namespace
 from umbp.metrics import Metrics
 from umbp.pool.cluster import ClusterSide
 from umbp.pool.fetching import Fetching
+from umbp.pool.memory_moving import MemoryMoving
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
 from umbp.store.bell import Bell
@@ -42,6 +43,7 @@ class FakeNode:
         self.ssd = None
         self.shelf = SimpleNamespace(granted_pages=0, stale_pages=0)
         self.config = PoolConfig(token=token, socket="/run/umbp/default.sock", http=Address(http, 7411))
+        self.moving = MemoryMoving(self.config, self.pool, np.zeros(0, np.uint8), self.now)
         self.metrics = Metrics(lambda: readings(self))
         self.name, self.boot, self.dram_bytes, self.socket = "default", 123, capacity, self.config.socket
         self.http = Address("127.0.0.1", 7411)

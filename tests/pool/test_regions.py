@@ -11,7 +11,7 @@ import pytest
 
 from tests.masters import call, metric
 from tests.pools import PoolProcess
-from umbp.config import PoolConfig
+from umbp.config import Numa, NumaPart, PoolConfig
 from umbp.errors import ConfigError, OutOfMemory
 from umbp.pool import dram, regions
 from umbp.store import numa, segment
@@ -23,7 +23,8 @@ PAGE = 64 << 10
 
 def config(folder: Path, nodes: str, **options: object) -> PoolConfig:
     """Of two regions that are on one node, where a machine has no more of them: the parser takes each node once."""
-    return PoolConfig(name="regions", shm_dir=str(folder), dram=8 * MIB, numa=nodes, keys_max=1024, **options)
+    parts = tuple(NumaPart(int(node)) for node in nodes.split(","))
+    return PoolConfig(name="regions", shm_dir=str(folder), dram=8 * MIB, numa=Numa(parts=parts), keys_max=1024, **options)
 
 
 def acquired(made: PoolConfig) -> dram.Dram:
@@ -35,9 +36,9 @@ def test_each_region_is_on_its_node_and_is_found_again(tmp_path: Path) -> None:
     first = acquired(made)
     assert not first.attached
     assert first.segment.geometry.regions == 2
-    assert regions.parts(first.segment.geometry) == [(0, 4 * MIB), (4 * MIB, 4 * MIB)]
+    assert regions.parts(made, first.segment.geometry) == [(0, 4 * MIB), (4 * MIB, 4 * MIB)]
     assert not [line for line in first.fallbacks if "numa" in line]
-    for start, length in regions.parts(first.segment.geometry):
+    for start, length in regions.parts(made, first.segment.geometry):
         assert set(numa.where(first.segment.data, start, length)) <= {NODE}
     first.segment.words[segment.H_STATE] = segment.STOPPED
     first.close(release=False)
@@ -94,5 +95,5 @@ def test_a_pool_says_where_its_memory_is_and_its_clients_write_near_them() -> No
         (region,) = call(pool.http + "/v1/status")["regions"]
         assert (region["numa_node"], region["capacity_bytes"]) == (NODE, 8 * MIB)
         assert (region["near_pages"], region["far_pages"]) == (5, 0)
-        assert metric(pool, f'umbp_written_near_pages_total{{near="yes",numa_node="{NODE}"}}') == 5
-        assert metric(pool, f'umbp_region_free_bytes{{numa_node="{NODE}"}}') == region["free_bytes"] <= 8 * MIB - 5 * PAGE
+        assert metric(pool, f'umbp_written_near_pages_total{{level="",near="yes",numa_node="{NODE}"}}') == 5
+        assert metric(pool, f'umbp_region_free_bytes{{level="",numa_node="{NODE}"}}') == region["free_bytes"] <= 8 * MIB - 5 * PAGE

@@ -51,7 +51,11 @@ def status_grid(status: dict[str, Any]) -> Table:
         ),
         ("policies", cell(f"eviction {status['eviction']}, admission {status['admission']}, checksums {limits['checksum']}")),
     ]
-    rows += [(f"numa node {region['numa_node']}", _region(region)) for region in status.get("regions", [])]
+    rows += [
+        (" ".join(["numa node", str(region["numa_node"]), region.get("level", "")]), _region(region))
+        for region in status.get("regions", [])
+    ]
+    rows += [(f"level {level['name']}", _level(level)) for level in status.get("levels", [])]
     rows += [("ssd" if not at else "", line) for at, line in enumerate(_ssd(status["ssd"]))] if status.get("ssd") else []
     rows += [("unhealthy", cell(line, "red")) for line in status["unhealthy"]]
     rows += [("note", cell(line, "yellow")) for line in status["warnings"]]
@@ -80,6 +84,16 @@ def _region(region: dict[str, Any]) -> Text:
     )
 
 
+def _level(level: dict[str, Any], keys: str = "", below: str = "were put below") -> Text:
+    """A level of the memory, or of the SSD tier, which says ``keys`` too."""
+    used, capacity = level["used_bytes"], level["capacity_bytes"]
+    return cell(
+        f"{format_size(used)} of {format_size(capacity)} ({share(used, capacity)}){keys}; "
+        f"{level['offloaded_keys']:,} went down{', still at it' if level['offloading'] else ''}, "
+        f"{level['promoted_keys']:,} came up, {level['spilled_keys']:,} {below}"
+    )
+
+
 def _ssd(ssd: dict[str, Any]) -> list[Text]:
     """The SSD tier: a line about all of it, and one a disk."""
     cap = f" of {format_size(ssd['write_max_bytes'])}" if ssd["write_max_bytes"] else ""
@@ -91,14 +105,7 @@ def _ssd(ssd: dict[str, Any]) -> list[Text]:
         )
     ]
     for level in ssd.get("levels", []):
-        used, capacity = level["used_bytes"], level["capacity_bytes"]
-        lines.append(
-            cell(
-                f"level {level['name']}: {format_size(used)} of {format_size(capacity)} ({share(used, capacity)}), {level['keys']:,} keys; "
-                f"{level['offloaded_keys']:,} went down{', still at it' if level['offloading'] else ''}, "
-                f"{level['promoted_keys']:,} came up, {level['spilled_keys']:,} were written below"
-            )
-        )
+        lines.append(cell(f"level {level['name']}: ") + _level(level, f", {level['keys']:,} keys", "were written below"))
     for disk in ssd["disks"]:
         state = "does not answer" if disk["stalled"] else "full" if disk["full"] and disk["state"] == "up" else disk["state"]
         fault = f": {disk['fault']}" if disk["fault"] else ""

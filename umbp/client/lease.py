@@ -14,6 +14,7 @@ import numpy as np
 from umbp.client.link import Link, Look
 from umbp.client.opened import Opened
 from umbp.errors import InvalidRequest, LeaseLost
+from umbp.store.index import W_OFFSET, W_VERSION
 from umbp.types import I64, U8, Mask
 
 
@@ -51,6 +52,27 @@ class Lease:
         lease = cls(link, opened, 0, None, np.zeros(count, bool), object_bytes, time.monotonic(), 0.0, renew=False)
         lease._over = True
         return lease
+
+    def find_moved(self) -> None:
+        """Once the pool has granted it: pages that had moved since they were looked up are leased where they are now (`umbp.core.levels`).
+
+        If the lease is over by now and the entry is another page's, that is not held; one that is removed (version 0) stays in place as
+        long as the lease holds, and is found changed if it does not.
+        """
+        if self.look is None:
+            return
+        found, index = self.look.found, self.look.bond.index
+        moved = np.flatnonzero(self.held & (index.versions_of(found.ids) != found.versions))
+        if not len(moved):
+            return
+        ids, before = found.ids[moved], index.versions_of(found.ids[moved])
+        rows = index.entries[ids]
+        same = (rows[:, :W_OFFSET] == found.rows[moved, :W_OFFSET]).all(axis=1)  # of this key, namespace and size
+        same &= (rows[:, W_VERSION] == before) & (before == index.versions_of(ids)) & (before & np.uint64(1) == 0)
+        self.held[moved[~same]] = False
+        found.rows[moved[same], W_OFFSET] = rows[same, W_OFFSET]
+        there = same & (before != 0)
+        found.rows[moved[there], W_VERSION] = before[there]
 
     def __repr__(self) -> str:
         state = "lost" if self.lost else "over" if self._over else "held"

@@ -259,6 +259,7 @@ class Operations:
         held = blob.take(np.uint8, len(array)).astype(bool) & look.found.hit
         lease = Lease(self.link, self.opened, reply.number, look, held, self.object_bytes, asked, reply.seconds, renew=renew)
         self.link.keep(lease, look.bond)
+        lease.find_moved()
         try:
             bad, unknown = yield from self._wrong(look, np.flatnonzero(held), lambda i: lease.view(i).data, verify)
         except BaseException:

@@ -9,12 +9,15 @@ objects are merged by sorting first. Pages that were put together lie together, 
 
 When bytes suffice but no run does, `core.room` evicts a window of neighbours; the allocator itself moves nothing.
 
-A segment may be cut into *regions* of equal size, one a NUMA node. No run and no object crosses from one to the next, each has bins of its
-own, and an allocation says from which it would rather be: it gets what fits there, and the rest from the emptiest of the others.
+A segment may be cut into *regions*, one a NUMA node, or several that make levels (`core.levels`). No run and no object crosses from one to
+the next, each has bins of its own, and an allocation says from which it would rather be. It is served level by level from the first one:
+from the region that is wanted, then from the others of the level, the one that is filled least for its size and weight first.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 
@@ -49,14 +52,27 @@ def rounded_all(sizes: I64) -> I64:
     return lengths
 
 
-def region_starts(capacity_bytes: int, regions: int) -> I64:
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A part of the memory: its bytes, 0 for as many as each of the others has; the level it is of; its weight among those of the level."""
+
+    size_bytes: int = 0
+    level: int = 0
+    weight: float = 1.0
+
+
+WHOLE = (Region(),)
+
+
+def region_starts(capacity_bytes: int, regions: Sequence[Region]) -> I64:
     """Where each region begins; the last one has what is left over. ValueError if a region would have no room for anything."""
-    if regions == 1:
+    if len(regions) == 1:
         return np.zeros(1, np.int64)
-    length = capacity_bytes // regions // REGION_GRANULE * REGION_GRANULE
-    if not length:
-        raise ValueError(f"{capacity_bytes} bytes are too few for {regions} regions of {REGION_GRANULE} bytes")
-    return np.arange(regions, dtype=np.int64) * length
+    length = capacity_bytes // len(regions) // REGION_GRANULE * REGION_GRANULE
+    starts = np.cumsum([0, *(region.size_bytes or length for region in regions[:-1])], dtype=np.int64)
+    if not length or starts[-1] >= capacity_bytes:
+        raise ValueError(f"{capacity_bytes} bytes are too few for {len(regions)} regions of {REGION_GRANULE} bytes")
+    return starts
 
 
 def _bin(size: int) -> int:
@@ -78,19 +94,22 @@ class AllocatorStatistics:
 class Allocator:
     """Free space of one segment. Offsets are multiples of 256 below ``capacity_bytes``."""
 
-    def __init__(self, capacity_bytes: int, regions: int = 1, all_bytes: int = 0) -> None:
+    def __init__(self, capacity_bytes: int, regions: Sequence[Region] = WHOLE, all_bytes: int = 0) -> None:
         """``all_bytes``: of the memory that the regions are of, where the end of it is used for something else."""
+        self.regions = tuple(regions)
         self.capacity_bytes = capacity_bytes // SMALL_GRANULE * SMALL_GRANULE
         self.free_bytes = 0
         self.starts = region_starts(all_bytes or self.capacity_bytes, regions)
         self.edges = self.starts[1:]  # that no run and no object crosses
         self._edges = frozenset(self.edges.tolist())
         self.sizes: list[int] = np.diff(np.r_[self.starts, self.capacity_bytes]).tolist()
-        self.free_by_region = [0] * regions
+        self.free_by_region = [0] * len(regions)
+        self._begins: list[int] = self.starts.tolist()
+        self._filling = [size * region.weight or 1.0 for size, region in zip(self.sizes, self.regions, strict=True)]
         self._ends: dict[int, int] = {}  # start -> end
         self._starts: dict[int, int] = {}  # end -> start
         count = _bin(max(*self.sizes, SMALL_GRANULE)) + 1
-        self._bins: list[list[dict[int, None]]] = [[{} for _ in range(count)] for _ in range(regions)]
+        self._bins: list[list[dict[int, None]]] = [[{} for _ in range(count)] for _ in regions]
         for start, size in zip(self.starts.tolist(), self.sizes, strict=True):
             if size:
                 self._add(start, start + size)
@@ -119,11 +138,14 @@ class Allocator:
         """In which region each of these objects is; (n,)."""
         return np.searchsorted(self.edges, offsets, side="right")
 
-    def allocate(self, size_bytes: int, count: int, region: int = ANYWHERE) -> I64:
-        """Up to ``count`` offsets for objects of one size, adjacent where possible; fewer if no run fits any more."""
+    def allocate(self, size_bytes: int, count: int, region: int = ANYWHERE, *, level: int = ANYWHERE) -> I64:
+        """Up to ``count`` offsets for objects of one size, adjacent where possible; fewer if no run fits any more.
+
+        ``level``: from this one alone.
+        """
         size, unit = rounded(size_bytes), granule(size_bytes)
         parts: list[I64] = []
-        for bins in self._in_order(region):
+        for bins in self._in_order(region, level):
             while count:
                 start = self._fit(bins, size * count, unit)
                 if start < 0:
@@ -137,12 +159,18 @@ class Allocator:
                 count -= fits
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _in_order(self, region: int) -> list[list[dict[int, None]]]:
-        """The bins of the regions: of the one that is wanted, then of the emptiest."""
+    def has_room(self, size_bytes: int, level: int = ANYWHERE) -> bool:
+        """Whether an object of this size fits, in this level."""
+        size, unit = rounded(size_bytes), granule(size_bytes)
+        return any(self._fit(bins, size, unit) >= 0 for bins in self._in_order(ANYWHERE, level))
+
+    def _in_order(self, region: int, level: int) -> list[list[dict[int, None]]]:
+        """The bins of the regions: level by level, of the one that is wanted, then of those that are filled least."""
         if len(self._bins) == 1:
-            return self._bins
-        free = self.free_by_region
-        return [self._bins[at] for at in sorted(range(len(free)), key=lambda at: (at != region, -free[at]))]
+            return self._bins if level <= 0 else []
+        fill = [(size - free) / whole for size, free, whole in zip(self.sizes, self.free_by_region, self._filling, strict=True)]
+        order = sorted(range(len(fill)), key=lambda at: (self.regions[at].level, at != region, fill[at]))
+        return [self._bins[at] for at in order if level in (ANYWHERE, self.regions[at].level)]
 
     def free(self, offsets: I64, sizes: I64) -> None:
         """Give objects back: ``sizes`` are their own sizes (rounded here), shape (n,)."""
@@ -236,7 +264,7 @@ class Allocator:
         return -1
 
     def _region(self, start: int) -> int:
-        return 0 if len(self._bins) == 1 else min(start // self.sizes[0], len(self._bins) - 1)
+        return 0 if len(self._bins) == 1 else bisect_right(self._begins, start) - 1
 
     def _add(self, start: int, end: int) -> None:
         region = self._region(start)

@@ -129,7 +129,7 @@ class History:
     def _tell(self, now: float, batch: Batch, stale: int) -> None:
         """Tell the policies of requests whose keys are all looked up, the first ``stale`` of them in an earlier slice."""
         if stale:
-            batch.ids[:stale][self.table.versions_of(batch.ids[:stale]) != batch.versions[:stale]] = -1
+            batch.ids[:stale][~self.objects.same(batch.ids[:stale], batch.versions[:stale])] = -1
         admission, ids, start, told = self.admission(), batch.ids.astype(np.int32), 0, 0
         while batch.requests and told < SLICE_REQUESTS and start + batch.requests[0][0] <= len(ids):
             count, conversation = batch.requests.popleft()

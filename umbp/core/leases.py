@@ -62,12 +62,13 @@ class Leases:
         return f"<Leases {len(self.leases)} leases of {len(self.by_session)} sessions, {len(self.pins)} pins>"
 
     def grant(self, now: float, session: int, ids: I64, versions: U64, seconds: float, *, passing: bool = False) -> tuple[Lease, Mask]:
-        """Lease those of these objects that are still of this version; the mask says which. LimitReached changes nothing.
+        """Lease those of these objects that are still there; the mask says which. LimitReached changes nothing.
 
+        One that has moved since is leased where it is now: who asks looks again where that is (`umbp.core.levels`).
         What only passes through (`umbp.core.passage`) is held for nobody, but for ``passing``: then it is all that is held.
         """
         objects = self.objects
-        held: Mask = (objects.state[ids] == LIVE) & (objects.table.versions_of(ids) == versions)
+        held: Mask = (objects.state[ids] == LIVE) & objects.same(ids, versions)
         held &= objects.row[ids] >= 0  # flushed objects are gone, though their removal is still under way
         held &= objects.passing(ids) == passing
         distinct = np.unique(ids[held])

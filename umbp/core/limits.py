@@ -17,3 +17,6 @@ class Limits:
     watermark_low: float = 0.90
     checksum: str = "lazy"
     passage_bytes: int = 0  # of the pool, for pages that only pass through (`umbp.core.passage`)
+    level_high: float = 0.90  # shares of a level of the memory, where there are several (`umbp.core.levels`)
+    level_low: float = 0.80
+    promote: bool = True

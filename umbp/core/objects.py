@@ -5,6 +5,7 @@ Theory of operation. Each entry id is in one state; the table of moves is `MOVES
     FREE --reserve--> RESERVED --publish--> LIVE --hide--> (FREE, or ZOMBIE while leased) --unprotect--> FREE
                       RESERVED --abandon--> FREE           (its writer let go or is dead)
                       RESERVED --orphan---> ORPHAN --abandon--> FREE    (expired; its writer may still be writing)
+    LIVE and RESERVED --relocate--> LIVE and FREE    (they change places, and the latter has the former one's memory: `core.levels`)
 
 A ZOMBIE (evicted, removed or flushed under a lease) and an ORPHAN are invisible, but their memory is not given to anyone. Used bytes are
 the bytes of everything that is not FREE. All arrays have one element per entry id; every call takes arrays of ids.
@@ -17,7 +18,7 @@ An account with a negative row is a limbo: what it holds belongs to no namespace
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -69,6 +70,7 @@ class Table(Protocol):
     def unpublish(self, ids: I64) -> None: ...
     def forget(self, ids: I64) -> None: ...
     def remember(self, ids: I64, versions: U64) -> None: ...
+    def relocate(self, ids: I64, offsets: I64) -> None: ...
 
 
 @dataclass(slots=True)
@@ -143,6 +145,8 @@ class Objects:
         self.acknowledged_at: F64 = np.zeros(n, np.float64)  # a writer was told that it is stored: at commit, or later as "exists"
         self.accessed_at: F64 = np.zeros(n, np.float64)
         self.hits: I32 = np.zeros(n, np.int32)
+        self.born: U64 | None = None  # where objects move: the version that each had before it first did, or 0
+        self.asked: Callable[[I64], None] | None = None  # who wants to hear which objects requests asked for
         self._free: I32 = np.arange(n - 1, -1, -1, dtype=np.int32)  # a stack; the top is at index free_ids - 1
         self.free_ids = n
         self.accounts: dict[int, Account] = {}
@@ -195,7 +199,7 @@ class Objects:
             account.live_keys += len(part)
             account.stored_keys += len(part)
         alive = (parents.ids >= 0) & (self.state[parents.ids] == LIVE)
-        alive &= (parents.versions == 0) | (parents.versions == self.table.versions_of(parents.ids))
+        alive &= (parents.versions == 0) | self.same(parents.ids, parents.versions)
         known = np.where(alive, parents.ids, -1).astype(np.int32)
         self._untold.append(Inserted(now, ids.astype(np.int32), known, fingerprints))
         if (passing := self.passing(ids)).any():
@@ -268,6 +272,28 @@ class Objects:
         self.table.remember(ids[claimed], versions[claimed])
         return ids[~claimed]
 
+    def relocate(self, ids: I64, entries: I64) -> None:
+        """Live objects, which nobody holds, change places with reserved ones of the same size, where their bytes are by now."""
+        assert self.born is not None, "nothing moves here"
+        self.born[ids] = np.where(self.born[ids], self.born[ids], self.table.versions_of(ids))
+        self.table.forget(entries)  # first: after a crash in between no two entries lead to one place
+        old, new = self.offset[ids], self.offset[entries]
+        self.table.relocate(ids, new)
+        self.offset[ids], self.offset[entries] = new, old
+        self.abandon(entries)
+
+    def same(self, ids: I64, versions: U64) -> Mask:
+        """Which of these entries are the objects that they were at these versions, wherever they are by now; (n,) bool.
+
+        Versions only grow, so all that an entry had since its object was stored are the object's. Not for bytes that were read at the
+        place that went with a version: those count if `table.versions_of` is what it was.
+        """
+        current = self.table.versions_of(ids)
+        found: Mask = current == versions
+        if self.born is not None:
+            found |= (self.born[ids] != 0) & (self.born[ids] <= versions) & (versions < current)
+        return found
+
     def transfer(self, ids: I64, account: Account) -> None:
         """`assign` for live objects."""
         for old, part in self._by_account(ids):
@@ -297,6 +323,8 @@ class Objects:
         self.allocator.free(offsets, sizes)
         for account, part in self._by_account(ids):
             self._charge(account, -len(part))
+        if self.born is not None:
+            self.born[ids] = 0
         self._free[self.free_ids : self.free_ids + n] = ids
         self.free_ids += n
 
@@ -329,7 +357,7 @@ class Objects:
         border = self.passage.start
         if len(across := ends[(self.offset[held] < border) & (ends > border)]):
             self.passage.narrow(-(-int(across.max()) // PAGE_GRANULE) * PAGE_GRANULE)
-            self.allocator = Allocator(self.passage.start, len(self.allocator.starts), self.passage.end)
+            self.allocator = Allocator(self.passage.start, self.allocator.regions, self.passage.end)
         passing = self.passing(held)
         self.allocator.occupy(self.offset[held[~passing]], self.size[held[~passing]])
         self.passage.occupy(self.offset[held[passing]], self.size[held[passing]])
@@ -394,6 +422,8 @@ class Objects:
         self.accessed_at[held] = request.now
         self.hits[held] += 1
         self.policy_now().on_request(request)
+        if self.asked is not None:
+            self.asked(held.astype(np.int64))
 
     # -- questions ---------------------------------------------------------------------------------------------------------------------
 

@@ -24,9 +24,9 @@ BYTES_MAX = 1 << 30  # moves tens of GB a second: a page is here for some millis
 IDS = 64
 
 
-def passage_bytes(capacity_bytes: int, regions: int = 1) -> int:
-    """How large it is in a pool of this size and so many regions (`umbp.core.allocator`), of the last of which it is a part."""
-    wanted = min(max(capacity_bytes // SHARE, BYTES_MIN), capacity_bytes // SHARE_MAX, capacity_bytes // regions // 2, BYTES_MAX)
+def passage_bytes(capacity_bytes: int, last_bytes: int = 0) -> int:
+    """How large it is in a pool of this size. ``last_bytes``: of the last of its regions, where it has some; it is a part of that."""
+    wanted = min(max(capacity_bytes // SHARE, BYTES_MIN), capacity_bytes // SHARE_MAX, (last_bytes or capacity_bytes) // 2, BYTES_MAX)
     return wanted // PAGE_GRANULE * PAGE_GRANULE
 
 

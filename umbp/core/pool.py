@@ -21,13 +21,15 @@ What it costs: each call is a fixed number of vectorised passes over its keys; `
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import numpy as np
 
-from umbp.core.allocator import Allocator
+from umbp.core.allocator import WHOLE, Allocator, Region
 from umbp.core.guard import guarded, guarded_admission
 from umbp.core.history import History
 from umbp.core.leases import Lease, Leases, Pin
+from umbp.core.levels import Levels
 from umbp.core.limits import Limits
 from umbp.core.namespaces import NamespaceState, remember
 from umbp.core.objects import LIVE, ORPHAN, RESERVED, Account, Counters, Objects
@@ -62,7 +64,7 @@ class Pool:
         *,
         eviction: str,
         admission: str,
-        regions: int = 1,
+        regions: Sequence[Region] = WHOLE,
     ) -> None:
         self.table = table
         self.rows = rows
@@ -74,6 +76,8 @@ class Pool:
         self.objects = Objects(table, allocator, guarded(policy, len(table.entries), self._oldest_first), passage)
         self.admission: AdmissionPolicy = guarded_admission(build(ADMISSION, admission, len(table.entries)))
         self.room = Room(self.objects, Watermarks(limits.watermark_high, limits.watermark_low))
+        marks = (limits.level_high, limits.level_low)
+        self.levels = Levels(self.objects, self.room, self._limbo, self._queue_sums, *marks, promotes=limits.promote)
         self.leases = Leases(
             self.objects,
             seconds_max=limits.lease_seconds_max,
@@ -305,8 +309,8 @@ class Pool:
 
     @property
     def being_written(self) -> int:
-        """Pages on their way: neither scratch nor memory ahead is any."""
-        return self.objects.counts[RESERVED] - len(self.scratch.pieces) - self.writes.blank_keys
+        """Pages on their way: neither scratch nor memory ahead is any, nor what moves."""
+        return self.objects.counts[RESERVED] - len(self.scratch.pieces) - self.writes.blank_keys - self.levels.moving_keys
 
     def settle(self) -> None:
         """The other half of the last `begin_...`: before anything else is asked of the pool."""
@@ -481,6 +485,7 @@ class Pool:
         self.writes.check()
         self.scratch.check()
         self.spares.check()
+        self.levels.check()
         self.history.check()
         self.table.check()
         reserved = np.flatnonzero((self.objects.state == RESERVED) | (self.objects.state == ORPHAN))

@@ -15,6 +15,7 @@ found out once for all ids, and the policy is not asked to walk over the others 
 
 Where the segment has regions (`core.allocator`), a session may have one that is *near* it. What it writes goes there while memory is free
 there, then elsewhere; only when nothing is free anywhere does something go, by the policy's order alone: what is wanted stays where it is.
+Where regions make levels (`core.levels`) that is the policy's order in the last level first, and of all where nothing can go there.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class Room:
         self.objects = objects
         self.watermarks = watermarks
         self.reclaim: Callable[[], bool] = lambda: False  # memory that is kept for next puts, some of it a call, before a refusal
+        self.last: Mask | None = None  # the regions of the last level, where there are several
+        self.placed: Callable[[I64, int], None] = lambda offsets, size: None  # who wants to hear where new objects of which size are
         self._draining = False
         self.near: dict[int, int] = {}  # session -> the region of memory that is near it
         regions = len(objects.allocator.starts)
@@ -89,7 +92,7 @@ class Room:
                 break
             more = objects.allocator.allocate(size, min(count - len(offsets), objects.free_ids - kept - len(offsets)), region)
             offsets = np.concatenate([offsets, more])
-        self._count_near(offsets, region)
+        self._count_near(offsets, size, region)
         return offsets, reason
 
     def make_passage(self, account: Account, count: int) -> tuple[I64, WriteStatus]:
@@ -103,8 +106,9 @@ class Room:
             offsets = np.concatenate([offsets, objects.passage.allocate(size, count - len(offsets))])
         return offsets, WriteStatus.STORED if len(offsets) else WriteStatus.ALL_LEASED
 
-    def _count_near(self, offsets: I64, region: int) -> None:
+    def _count_near(self, offsets: I64, size: int, region: int) -> None:
         """How many pages came to be in the region that their writer wanted."""
+        self.placed(offsets, size)
         if region != ANYWHERE and len(offsets):
             near = int(np.count_nonzero(self.objects.allocator.regions_of(offsets) == region))
             self.near_pages[region] += near
@@ -129,7 +133,7 @@ class Room:
         if len(offsets) < count:
             allocator.free(offsets, np.full(len(offsets), size))
             return none
-        self._count_near(offsets, region)
+        self._count_near(offsets, size, region)
         return offsets
 
     def evict_slice(self, now: float) -> int:
@@ -186,13 +190,23 @@ class Room:
         """Which objects would go, first to go first, to free this many bytes, by the pool's policy or another one. A peek."""
         return self._victims(now, size_bytes, VICTIMS_MAX, row=row, policy=policy)
 
-    def _eligible(self, now: float, *, grace: bool, row: int = -1) -> Eligibility:
-        self.objects.claims.refresh()
-        return Eligibility(self.objects, now - GRACE_SECONDS if grace else np.inf, row)
+    def among(self, now: float, count: int, regions: Mask) -> I64:
+        """What of these regions, (n,) bool, the policy would let go first. A peek."""
+        return self._choose(now, count, grace=True, regions=regions) if self.objects.evictable else np.empty(0, np.int64)
 
-    def _choose(self, now: float, count: int, *, grace: bool, row: int = -1, policy: EvictionPolicy | None = None) -> I64:
+    def _eligible(self, now: float, *, grace: bool, row: int = -1, regions: Mask | None = None) -> Eligibility:
+        self.objects.claims.refresh()
+        return Eligibility(self.objects, now - GRACE_SECONDS if grace else np.inf, row, regions)
+
+    def _choose(
+        self, now: float, count: int, *, grace: bool, row: int = -1, policy: EvictionPolicy | None = None, regions: Mask | None = None
+    ) -> I64:
         """Ask the policy."""
-        objects, eligible = self.objects, self._eligible(now, grace=grace, row=row)
+        if self.last is not None and grace and regions is None:
+            below = self._choose(now, count, grace=True, row=row, policy=policy, regions=self.last)
+            if len(below):
+                return below
+        objects, eligible = self.objects, self._eligible(now, grace=grace, row=row, regions=regions)
         policy = policy or objects.policy_now()
         can_go = objects.evictable if row < 0 else min(objects.evictable, objects.accounts[row].live_keys)
         if can_go * FEW >= objects.counts[LIVE]:
@@ -300,11 +314,15 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Eligibility:
-    """Which ids may be evicted: live, not leased, pinned or claimed, acknowledged before a time, and of a namespace if one is named."""
+    """Which ids may be evicted: live, not leased, pinned or claimed, acknowledged before a time.
+
+    And of a namespace, and in one of some regions, if that is asked.
+    """
 
     objects: Objects
     acknowledged_before: float
     row: int
+    regions: Mask | None = None
 
     def __call__(self, ids: I32 | I64 | slice) -> Mask:
         objects = self.objects
@@ -314,6 +332,8 @@ class Eligibility:
             mask &= ~claimed
         if self.row >= 0:
             mask &= objects.row[ids] == self.row
+        if self.regions is not None:
+            mask &= self.regions[objects.allocator.regions_of(objects.offset[ids])]
         if np.isfinite(self.acknowledged_before):
             mask &= objects.acknowledged_at[ids] < self.acknowledged_before
         return mask

@@ -305,11 +305,25 @@ class RegionDocument(Document, frozen=True):
     """A part of the memory on one NUMA node. ``sessions`` are near it; of the pages they wrote ``near_pages`` are there, the others not."""
 
     numa_node: int
+    level: str
     capacity_bytes: int
     free_bytes: int
     sessions: int
     near_pages: int
     far_pages: int
+
+
+class MemoryLevelDocument(Document, frozen=True):
+    """A level of the memory: pages ``offloaded`` to lower ones, ``promoted`` to the first one, ``spilled`` below for want of room."""
+
+    name: str
+    capacity_bytes: int
+    used_bytes: int
+    offloading: bool
+    offloaded_keys: int
+    offloaded_bytes: int
+    promoted_keys: int
+    spilled_keys: int
 
 
 class Status(Document, frozen=True):
@@ -350,6 +364,7 @@ class Status(Document, frozen=True):
     namespaces: list[NamespaceDocument]
     ssd: SsdDocument | None
     regions: list[RegionDocument]
+    levels: list[MemoryLevelDocument]
 
 
 def status_document(node: Node) -> Status:
@@ -393,6 +408,7 @@ def status_document(node: Node) -> Status:
         namespaces=[namespace_document(state) for state in largest],
         ssd=ssd_document(node.ssd) if node.ssd else None,
         regions=region_documents(node),
+        levels=memory_level_documents(node),
     )
 
 
@@ -400,17 +416,34 @@ def region_documents(node: Node) -> list[RegionDocument]:
     """The parts of the memory that lie on a NUMA node each; none where they were not asked for."""
     allocator, room = node.pool.objects.allocator, node.pool.room
     near = list(room.near.values())
-    nodes = node.config.numa_nodes
     return [
         RegionDocument(
-            numa_node=number,
+            numa_node=part.node,
+            level=part.level,
             capacity_bytes=allocator.sizes[at],
             free_bytes=allocator.free_by_region[at],
             sessions=near.count(at),
             near_pages=room.near_pages[at],
             far_pages=room.far_pages[at],
         )
-        for at, number in enumerate(nodes)
+        for at, part in enumerate(node.config.numa.parts)
+    ]
+
+
+def memory_level_documents(node: Node) -> list[MemoryLevelDocument]:
+    """The levels of the memory, first to last; none where there is but one."""
+    return [
+        MemoryLevelDocument(
+            name=name,
+            capacity_bytes=node.moving.levels.capacity_bytes(at),
+            used_bytes=node.moving.levels.used_bytes(at),
+            offloading=level.stop is not None,
+            offloaded_keys=level.offloaded_pages,
+            offloaded_bytes=level.offloaded_bytes,
+            promoted_keys=level.promoted_pages,
+            spilled_keys=level.spilled_pages,
+        )
+        for name, at, level in node.moving.named()
     ]
 
 

@@ -69,13 +69,14 @@ def acquire(config: PoolConfig, progress: Callable[[int, int], None]) -> Dram:
         found = _attach(config)
         attached = found is not None
         if found is None:
-            dram = config.dram if config.dram is not None else auto_dram(config.shm_dir)
+            dram = config.dram_wanted or auto_dram(config.shm_dir)
             geometry = Geometry(
                 dram // 4096 * 4096,
                 config.keys_max or automatic_entries(dram),
                 config.namespaces_max,
                 config.sessions_max,
                 max(1, len(config.numa_nodes)),
+                regions.edges(config),
             )
             regions.check(config, geometry)
             found = _create(config, geometry)
@@ -150,11 +151,12 @@ def _attach(config: PoolConfig) -> Segment | None:
         return None
     geometry = found.geometry
     wanted = (
-        config.dram is None or config.dram // 4096 * 4096 == geometry.data_bytes,
+        config.dram_wanted is None or config.dram_wanted // 4096 * 4096 == geometry.data_bytes,
         config.keys_max is None or config.keys_max == geometry.entries,
         config.namespaces_max == geometry.namespaces,
         config.sessions_max == geometry.sessions,
         max(1, len(config.numa_nodes)) == geometry.regions,
+        regions.edges(config) == geometry.edges,
     )
     if all(wanted) and found.state in (segment.SERVING, segment.STOPPED):
         return found

@@ -11,6 +11,7 @@ from umbp.grammar import Address
 from umbp.metrics import Metrics
 from umbp.pool.cluster import ClusterSide
 from umbp.pool.fetching import Fetching
+from umbp.pool.memory_moving import MemoryMoving
 from umbp.pool.shelf import PoolShelf
 from umbp.pool.ssd import SsdSide
 
@@ -42,6 +43,8 @@ class Node(Protocol):
 
     @property
     def fetching(self) -> Fetching: ...
+    @property
+    def moving(self) -> MemoryMoving: ...
     @property
     def shelf(self) -> PoolShelf: ...
     @property

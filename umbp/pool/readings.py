@@ -14,7 +14,7 @@ from umbp.core.pool import Pool
 from umbp.errors import Unavailable
 from umbp.master.readings import node_info
 from umbp.metrics import Definition, Reading
-from umbp.pool.documents import SsdDocument, region_documents, short, ssd_document
+from umbp.pool.documents import SsdDocument, memory_level_documents, region_documents, short, ssd_document
 from umbp.pool.node import Node
 
 NAMESPACE_ROWS_MAX = 256  # about 10 series each
@@ -41,9 +41,15 @@ UPTIME = _gauge("umbp_uptime_seconds", "Since this process started.")
 CAPACITY = _gauge("umbp_capacity_bytes", "Bytes of the tier that objects can take.", "tier")
 USED = _gauge("umbp_used_bytes", "Bytes of objects, those being written included.", "tier")
 ALLOCATED = _gauge("umbp_allocated_bytes", "Bytes that objects take with rounding.", "tier")
-REGION = _gauge("umbp_region_capacity_bytes", "Bytes of the memory on a NUMA node, where it is cut by nodes.", "numa_node")
-REGION_FREE = _gauge("umbp_region_free_bytes", "Of those, free ones.", "numa_node")
-NEAR = _counter("umbp_written_near_pages_total", "Pages given memory, by the node their writer is near, on it or not.", "numa_node", "near")
+REGION = _gauge("umbp_region_capacity_bytes", "Bytes of the memory on a NUMA node, where it is cut by nodes.", "numa_node", "level")
+REGION_FREE = _gauge("umbp_region_free_bytes", "Of those, free ones.", "numa_node", "level")
+NEAR = _counter(
+    "umbp_written_near_pages_total", "Pages given memory, by the node their writer is near, on it or not.", "numa_node", "level", "near"
+)
+MEMORY_LEVEL = _gauge("umbp_level_capacity_bytes", "Bytes of a level of the memory, where there are several.", "level")
+MEMORY_LEVEL_USED = _gauge("umbp_level_used_bytes", "Bytes of it that are not free.", "level")
+MEMORY_LEVEL_MOVED = _counter("umbp_level_pages_total", "Pages of a level that went down, came up, or were put below.", "level", "what")
+MOVING = _gauge("umbp_moving_bytes", "Bytes of memory that pages are just being copied to from another level.")
 LARGEST = _gauge("umbp_largest_free_run_bytes", "Longest free run of the tier.", "tier")
 LEASED = _gauge("umbp_leased_bytes", "Bytes of distinct leased objects.")
 FLUSHED = _gauge("umbp_flushed_bytes", "Bytes of objects that belong to no namespace any more and are about to go.")
@@ -142,7 +148,8 @@ def _gauges(pool: Pool) -> Iterator[Reading]:
     yield Reading(LARGEST, allocator.largest_run(), tier)
     yield Reading(LEASED, objects.leased_bytes)
     flushed_keys, flushed_bytes = objects.in_limbo()
-    yield Reading(FLUSHED, flushed_bytes - pool.scratch.used_bytes - pool.writes.blank_bytes)
+    yield Reading(FLUSHED, flushed_bytes - pool.scratch.used_bytes - pool.writes.blank_bytes - pool.levels.moving_bytes)
+    yield Reading(MOVING, pool.levels.moving_bytes)
     yield Reading(SCRATCH, pool.scratch.used_bytes)
     yield Reading(SPARE, pool.writes.blank_bytes)
     yield Reading(KEYS, objects.counts[LIVE] - flushed_keys)
@@ -159,11 +166,16 @@ def _gauges(pool: Pool) -> Iterator[Reading]:
 
 def _regions(node: Node) -> Iterator[Reading]:
     for region in region_documents(node):
-        number = str(region.numa_node)
-        yield Reading(REGION, region.capacity_bytes, (number,))
-        yield Reading(REGION_FREE, region.free_bytes, (number,))
-        yield Reading(NEAR, region.near_pages, (number, "yes"))
-        yield Reading(NEAR, region.far_pages, (number, "no"))
+        place = (str(region.numa_node), region.level)
+        yield Reading(REGION, region.capacity_bytes, place)
+        yield Reading(REGION_FREE, region.free_bytes, place)
+        yield Reading(NEAR, region.near_pages, (*place, "yes"))
+        yield Reading(NEAR, region.far_pages, (*place, "no"))
+    for level in memory_level_documents(node):
+        yield Reading(MEMORY_LEVEL, level.capacity_bytes, (level.name,))
+        yield Reading(MEMORY_LEVEL_USED, level.used_bytes, (level.name,))
+        for what in ("offloaded", "promoted", "spilled"):
+            yield Reading(MEMORY_LEVEL_MOVED, getattr(level, f"{what}_keys"), (level.name, what))
 
 
 def _counters(pool: Pool) -> Iterator[Reading]:

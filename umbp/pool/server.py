@@ -39,6 +39,7 @@ from umbp import wire
 from umbp.admin.listening import BACKLOG, Refusal, bind_tcp, bound_address, raise_file_limit
 from umbp.config import PoolConfig
 from umbp.core.groups import Groups
+from umbp.core.levels import FULL_MARKS
 from umbp.core.passage import passage_bytes
 from umbp.core.pool import Limits, Pool
 from umbp.errors import Conflict, SegmentError
@@ -47,12 +48,14 @@ from umbp.master.readings import readings as master_readings
 from umbp.metrics import Metrics, Reading
 from umbp.policies.base import ADMISSION, CLEANING, EVICTION, STRIPING, find
 from umbp.pool import dram as dram_start
+from umbp.pool import regions
 from umbp.pool.cluster import ClusterSide
 from umbp.pool.documents import status_document
 from umbp.pool.door import FrontDoor
 from umbp.pool.fetching import Fetching
 from umbp.pool.handover import Handovers
 from umbp.pool.meetings import Meetings
+from umbp.pool.memory_moving import MemoryMoving
 from umbp.pool.owners import Owner, Owners
 from umbp.pool.pins import KeptPins
 from umbp.pool.readings import readings
@@ -225,7 +228,7 @@ class PoolServer:
             self._say_ready()
             async with asyncio.TaskGroup() as tasks:
                 running = [self._housekeeping(), self._heed_notes(), self.summer.run(), self.fetching.run(), self.cluster.run()]
-                running += [self.ssd.run()] if self.ssd else []
+                running += [self.moving.run(), *([self.ssd.run()] if self.ssd else [])]
                 background = [tasks.create_task(each) for each in running]
                 await self._stop.wait()
                 self.state = "stopping"
@@ -242,16 +245,7 @@ class PoolServer:
         config, self.segment = self.config, slice_.segment
         geometry = self.segment.geometry
         ssd = bool(config.ssd) and config.ssd_policy != "off"
-        limits = Limits(
-            lease_seconds=config.lease_seconds,
-            lease_seconds_max=config.lease_seconds_max,
-            lease_share=config.lease_share,
-            reservation_seconds=config.reservation_seconds,
-            watermark_high=config.watermark_high,
-            watermark_low=config.watermark_low,
-            checksum=config.checksum,
-            passage_bytes=passage_bytes(geometry.data_bytes, geometry.regions) if self.sources or config.master or ssd else 0,
-        )
+        limits = _limits(config, geometry, elsewhere=bool(self.sources or config.master or ssd))
 
         def make() -> Pool:
             return Pool(
@@ -262,7 +256,7 @@ class PoolServer:
                 limits,
                 eviction=config.eviction,
                 admission=config.admission,
-                regions=self.segment.geometry.regions,
+                regions=regions.cut(config),
             )
 
         self.pool = make()
@@ -278,6 +272,7 @@ class PoolServer:
                 self.pool = make()
         self.summer = Summer(self.pool, self.segment.data.array, self.now)
         self.summer.committed()
+        self.moving = MemoryMoving(config, self.pool, self.segment.data.array, self.now)
         rounds = self.segment.words[segments.H_ROUNDS : segments.H_ROUNDS + 1]
         self.meetings = Meetings(Groups(self.pool.leases, self.pool.scratch, rounds), self.now)
         self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
@@ -331,6 +326,7 @@ class PoolServer:
             if self.ssd:
                 self.ssd.close()
             self.summer.close()
+            self.moving.close()
             self.segment.words[segments.H_STATE] = segments.STOPPED
             kept = "released" if self.config.on_exit == "release" else "kept for the next start (--on-exit release gives it back)"
             log.info("stopped; %s of memory %s", format_size(self.dram_bytes), kept)
@@ -432,6 +428,24 @@ class PoolServer:
     def _say_ready(self) -> None:
         facts = {"socket": self.socket, "http": str(self.http), "name": self.name, "dram_bytes": self.dram_bytes, "boot": self.boot}
         print("umbp.pool ready " + json.dumps(facts), flush=True)
+
+
+def _limits(config: PoolConfig, geometry: segments.Geometry, *, elsewhere: bool) -> Limits:
+    """``elsewhere``: pages come from other places than this pool's clients, and may have to pass through."""
+    ahead, last = config.numa_offload == "watermark", regions.parts(config, geometry)[-1][1]
+    return Limits(
+        lease_seconds=config.lease_seconds,
+        lease_seconds_max=config.lease_seconds_max,
+        lease_share=config.lease_share,
+        reservation_seconds=config.reservation_seconds,
+        watermark_high=config.watermark_high,
+        watermark_low=config.watermark_low,
+        checksum=config.checksum,
+        passage_bytes=passage_bytes(geometry.data_bytes, last) if elsewhere else 0,
+        level_high=config.numa_offload_high if ahead else FULL_MARKS[0],
+        level_low=config.numa_offload_low if ahead else FULL_MARKS[1],
+        promote=config.numa_promote,
+    )
 
 
 def bind_unix(path: str) -> sockets.socket:

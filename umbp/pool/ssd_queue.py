@@ -74,7 +74,7 @@ class WriteQueue:
             self.count += len(ids)
 
     def _alive(self, ids: I64, versions: U64) -> Mask:
-        alive: Mask = (self.objects.state[ids] == LIVE) & (self.objects.table.versions_of(ids) == versions)
+        alive: Mask = (self.objects.state[ids] == LIVE) & self.objects.same(ids, versions)
         return alive & (self.objects.row[ids] >= 0)
 
     def _give_up(self) -> None:

@@ -19,6 +19,7 @@ Who writes: the pool process alone. Order of its stores (kept by x86; a reader's
   commit   checksum, then an even version: the key is there   -> one store shows it; its slot was found while its writer copied
   remove   version := 0, then the slot                        -> before the memory is given to anyone else
   move     new slot, then ``moves`` += 1, then the old slot   -> the key is always in at least one place
+  relocate offset, then a new even version                    -> the bytes are at both places when either is stored
 A reader of an entry takes the version, the row, and the version again; unequal means it was changed under the reader. A reader that finds a
 key in neither bucket compares ``moves`` with its value before; if it grew it looks again. So an answer is right for some moment between
 call and return, and every commit answered before the call is seen.
@@ -382,6 +383,15 @@ class IndexWriter(IndexReader):
     def remember(self, ids: I64, versions: U64) -> None:
         """Show entries again that were forgotten a moment ago, and given to nobody since."""
         self.entries[ids, W_VERSION] = versions
+
+    def relocate(self, ids: I64, offsets: I64) -> None:
+        """Committed entries whose bytes are, whole, at another place too: from now on that is where they are, at a version of their own.
+
+        Between the two stores a reader has the former version with either place, and both are whole. Whoever has the former version finds
+        it gone when he compares, so the memory there may be given to others.
+        """
+        self.entries[ids, W_OFFSET] = offsets.view(np.uint64)
+        self.entries[ids, W_VERSION] = self._versions(len(ids))
 
     def rebuild(self, ids: I64) -> Mask:
         """Empty all buckets and enter these committed entries again: at re-attach, so that a crash between two stores cannot matter."""

@@ -30,6 +30,7 @@ import struct
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -65,10 +66,11 @@ class Geometry:
     namespaces: int
     sessions: int
     regions: int = 1  # of the data, which no object crosses: `umbp.core.allocator`
+    edges: tuple[int, ...] = ()  # between them, where they are not of one size
 
-    def described(self) -> dict[str, int]:
+    def described(self) -> dict[str, Any]:
         """As the header's text has it: what is as it was before there were regions says nothing of them."""
-        return {name: value for name, value in asdict(self).items() if name != "regions" or value != 1}
+        return {name: value for name, value in asdict(self).items() if (name, value) not in (("regions", 1), ("edges", ()))}
 
     def sections(self) -> dict[str, tuple[int, int]]:
         """Section name -> (offset, bytes)."""
@@ -372,8 +374,10 @@ def _described(path: str, text: bytes, size: int) -> Geometry:
     """The geometry that the header's text states, if it states one and file and sections fit it."""
     try:
         described = json.loads(text)
-        geometry = Geometry(**described["geometry"])
-        if not all(type(value) is int and value > 0 for value in asdict(geometry).values()):
+        numbers = dict(described["geometry"])
+        geometry = Geometry(edges=tuple(numbers.pop("edges", ())), **numbers)
+        edges = geometry.edges
+        if not all(type(value) is int and value > 0 for value in (*numbers.values(), *edges)) or list(edges) != sorted(set(edges)):
             raise ValueError(f"{geometry} is none")
         sections = {key: tuple(value) for key, value in described["sections"].items()}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
