@@ -21,9 +21,11 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"types", "errors"}),
     frozenset({"grammar", "blob"}),
     frozenset({"options", "frames"}),
+    frozenset({"answers"}),
     frozenset({"config", "machine", "layout", "metrics", "wire", "policies", "kernels"}),
     frozenset({"core", "store", "admin"}),
-    frozenset({"transport", "client", "sim", "master"}),
+    frozenset({"transport"}),
+    frozenset({"client", "sim", "master"}),
     frozenset({"pool", "loader", "doctor", "replay"}),
     frozenset({"cli", "integrations"}),
 )

@@ -1,4 +1,4 @@
-"""The session's messages, each a frame (`umbp.frames`).
+"""The session's messages, each a frame (`umbp.frames`), and with `umbp.answers` what is answered.
 
 A client opens a session on the pool's Unix socket as an HTTP upgrade (`UPGRADE_REQUEST`), then sends one request and reads one reply at
 a time; `Note`, `Near`, `UseSpare`, `Taken` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is
@@ -13,6 +13,22 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from umbp.answers import Committed as Committed
+from umbp.answers import Document as Document
+from umbp.answers import Errand as Errand
+from umbp.answers import Failed as Failed
+from umbp.answers import Fetched as Fetched
+from umbp.answers import FileRefs as FileRefs
+from umbp.answers import Leased as Leased
+from umbp.answers import NamespaceOpened as NamespaceOpened
+from umbp.answers import Numbers as Numbers
+from umbp.answers import Prefetched as Prefetched
+from umbp.answers import Reserved as Reserved
+from umbp.answers import Roster as Roster
+from umbp.answers import ScratchTaken as ScratchTaken
+from umbp.answers import Statuses as Statuses
+from umbp.answers import Sums as Sums
+from umbp.answers import Welcome as Welcome
 from umbp.blob import Blob as Blob
 from umbp.frames import FRAME_BYTES_MAX as FRAME_BYTES_MAX
 from umbp.frames import PREFIX as PREFIX
@@ -34,7 +50,8 @@ HANDOVER_REQUEST = b"GET /v1/descriptors HTTP/1.1\r\nHost: umbp\r\nConnection: U
 HANDOVER_REPLY = b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: umbp-descriptors/1\r\n\r\n"
 HANDOVER_BYTES = 32
 TAG = struct.Struct("<QQ")  # comes with each descriptor: what it is, and its number among those
-SSD_FILE = 1
+SSD_FILE, PEER_LINE = 1, 2
+ALONE, NOBODY, NOT_NOW = -1, -2, -3  # of `Errand`
 FILES_MAX = 64  # of one answer, and that a client holds on to
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=65_536)]
@@ -284,6 +301,35 @@ class EndFiles(Message, frozen=True, tag="end_files"):
     m: Batch
 
 
+class Receive(Message, frozen=True, tag="receive"):
+    """Pages of another node that this client would receive by itself (`umbp.pool.errands`).
+
+    ``before``: the key before the first, or "". ``again``: they were asked for before, together with others. Arrays: keys u8[n, 32].
+    """
+
+    row: Row
+    number: Number
+    n: Batch
+    seconds: FetchSeconds
+    before: Hex = ""
+    again: bool = False
+
+
+class EndErrand(Message, frozen=True, tag="end_errand"):
+    """It receives these no more; answered like the commit of ``reservation``. Arrays: status u8[n] of `umbp.types.ReadStatus`, sums u64[n].
+
+    ``owed``: bytes of the peer's answer that are still to come, -1: the connection is of no more use. ``answered``: the peer had begun to.
+    ``why``: what the peer did wrong, or "".
+    """
+
+    number: Number
+    reservation: Number
+    n: Batch
+    owed: Annotated[int, msgspec.Meta(ge=-1, le=BATCH_MAX)]
+    answered: bool
+    why: Text = ""
+
+
 class Locate(Message, frozen=True, tag="locate"):
     """From which tier would these pages come? Arrays: keys u8[n, 32]."""
 
@@ -321,157 +367,11 @@ class Bye(Message, frozen=True, tag="bye"):
 _OfSessions: TypeAlias = Hello | Near | OpenNamespace | LetGo | GetStatus | Bye
 _OfPages: TypeAlias = Reserve | Commit | UseSpare | TakeLease | Renew | Release | Remove | Flush | Note | Corrupt | MakeSums | Pin | Unpin
 _OfGroups: TypeAlias = TakeScratch | GiveScratch | OpenGroup | Join | Leave
-_OfFetches: TypeAlias = Fetch | GetFetched | Taken | EndFetch | ReadFiles | EndFiles | Locate | Prefetch | GetPrefetched
-Request: TypeAlias = _OfSessions | _OfPages | _OfGroups | _OfFetches
+_OfFetches: TypeAlias = Fetch | GetFetched | Taken | EndFetch | Locate | Prefetch | GetPrefetched
+_ByClients: TypeAlias = ReadFiles | EndFiles | Receive | EndErrand
+Request: TypeAlias = _OfSessions | _OfPages | _OfGroups | _OfFetches | _ByClients
 
-# -- replies -----------------------------------------------------------------------------------------------------------------------
-
-
-class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
-    """The session is open. ``segment`` is the path of the shared-memory file; ``fetches``: pages may be had from elsewhere than DRAM.
-
-    ``ssd`` is the path of the SSD tier's index, where there is one; ``far``: pages may be had from other nodes, ``ranged``: in stages
-    (`Fetch`). ``numa``: NUMA nodes on which this pool has memory, where a client may choose (`Near`). What lies at ``passage`` or beyond,
-    in the segment's data, only passes through (`Taken`); 0: nothing does. ``handover``: what to say to be handed descriptors
-    (`HANDOVER_REQUEST`), as hex; "": none are. ``files``: pages that are on SSD may be read from its files (`ReadFiles`); ``through``: and
-    need not be kept in DRAM.
-    """
-
-    session: int
-    boot: int
-    name: str
-    segment: str
-    lease_seconds: float
-    lease_seconds_max: float
-    reservation_seconds: float
-    checksum: str
-    fetches: bool = False
-    ssd: str = ""
-    far: bool = False
-    ranged: bool = False
-    numa: tuple[int, ...] = ()
-    passage: int = 0
-    handover: str = ""
-    files: bool = False
-    through: bool = False
-
-
-class NamespaceOpened(Message, frozen=True, tag="namespace"):
-    """The row of the segment's namespace table to read the number from."""
-
-    row: int
-    object_bytes: int
-
-
-class Reserved(Message, frozen=True, tag="reserved"):
-    """Arrays: status u8[n], mine u8[n], ids i64[m], offsets i64[m]."""
-
-    number: int
-    n: int
-    m: int
-
-
-class Statuses(Message, frozen=True, tag="statuses"):
-    """Arrays: one u8 an item: write statuses, or 0 and 1."""
-
-    n: int
-
-
-class Committed(Message, frozen=True, tag="committed"):
-    """Spare memory for the next k pages, as reservation ``spare``; none if k is 0. Arrays: status u8[n], offsets i64[k].
-
-    ``unused``: what was committed is spare memory that could not be used for its keys. They want a reservation.
-    """
-
-    n: int
-    unused: bool = False
-    spare: int = 0
-    k: int = 0
-
-
-class Leased(Message, frozen=True, tag="leased"):
-    """Arrays: held u8[n]."""
-
-    number: int
-    n: int
-    seconds: float
-
-
-class Numbers(Message, frozen=True, tag="numbers"):
-    """A list of numbers: the lost leases, or one count."""
-
-    numbers: list[int]
-
-
-class Sums(Message, frozen=True, tag="sums"):
-    """Arrays: sums u64[n], 0 for what is gone."""
-
-    n: int
-
-
-class ScratchTaken(Message, frozen=True, tag="scratch"):
-    """Where the piece is in the segment's data. Its bytes are whatever was there before."""
-
-    number: int
-    offset: int
-
-
-class Roster(Message, frozen=True, tag="roster"):
-    """Who is in this round: rank, sequence of its table, offset and bytes of its scratch, pages it wants; ascending by rank.
-
-    Arrays: held u8[sum of the pages]: which of them exist, in that order.
-    """
-
-    round: int
-    seats: list[tuple[int, int, int, int, int]]
-
-
-class Fetched(Message, frozen=True, tag="fetched"):
-    """``left`` pages are still on their way. Arrays: status u8[n] of `umbp.types.ReadStatus`, 255 on its way."""
-
-    number: int
-    n: int
-    left: int
-
-
-class Prefetched(Message, frozen=True, tag="prefetched"):
-    """``state``: queued, running, ready, partial, failed, expired. Arrays: status u8[n] as in `Fetched`."""
-
-    request: str
-    state: str
-    n: int
-    left: int
-
-
-class FileRefs(Message, frozen=True, tag="files"):
-    """Hold ``number``, for ``seconds``, on m of the pages, in k files; descriptors of those that the client has not are on their way to it.
-
-    Arrays: status u8[n] of `umbp.types.ReadStatus`, HIT for those m; of each of them: file u8[m], an index; block i64[m] of the body,
-    back i64[m] from there to its record's head, check u64[m]; of each file: token u64[k], number u64[k], direct u8[k].
-    """
-
-    number: int
-    n: int
-    m: int
-    k: int
-    seconds: float
-
-
-class Document(Message, frozen=True, tag="document"):
-    """Any JSON, as text beside the header, which it might be too long for. Arrays: text u8[size]."""
-
-    size: Annotated[int, msgspec.Meta(ge=0, le=FRAME_BYTES_MAX)]
-
-
-class Failed(Message, frozen=True, tag="error"):
-    """The request was refused as a whole; nothing was changed."""
-
-    code: str
-    message: str
-    field: str = ""
-
-
-_ForPages: TypeAlias = Reserved | Statuses | Committed | Leased | Numbers | Sums | Fetched | Prefetched
+_ForPages: TypeAlias = Reserved | Statuses | Committed | Leased | Numbers | Sums | Fetched | Errand | Prefetched
 Reply: TypeAlias = _ForPages | FileRefs | Welcome | NamespaceOpened | ScratchTaken | Roster | Document | Failed
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)

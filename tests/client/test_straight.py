@@ -25,7 +25,7 @@ from tests.pools import PoolProcess
 from tests.store.disks import Fallible
 from umbp import wire
 from umbp.client import straight
-from umbp.client.files import Files
+from umbp.client.handover import Handover
 from umbp.store.file_refs import FileRefs
 from umbp.store.ssd_reads import GOOD
 from umbp.types import I64, NOWHERE, U8, ReadStatus, Tier, WriteStatus
@@ -490,8 +490,8 @@ def test_after_a_fork_both_read(full: PoolProcess) -> None:
 
 
 def test_who_does_not_know_a_sessions_secret_is_handed_nothing(server: PoolProcess) -> None:
-    with umbp.connect(server.socket) as client, contextlib.closing(Files()) as files:
+    with umbp.connect(server.socket) as client, contextlib.closing(Handover()) as handover:
         link = client._link
         assert link.bond is not None
-        assert not files.open(link.bond, server.socket, bytes(wire.HANDOVER_BYTES).hex())
-        assert files.open(object(), server.socket, link.bond.handover)
+        assert not handover.open(link.bond, server.socket, bytes(wire.HANDOVER_BYTES).hex())
+        assert handover.open(object(), server.socket, link.bond.handover)

@@ -20,7 +20,9 @@ from umbp.grammar import Address
 from umbp.layout import Layout, Namespace
 from umbp.metrics import Metrics
 from umbp.pool.cluster import ClusterSide
+from umbp.pool.errands import Errands
 from umbp.pool.fetching import Fetching
+from umbp.pool.handover import Handovers
 from umbp.pool.memory_moving import MemoryMoving
 from umbp.pool.readings import readings
 from umbp.pool.rest import make_app
@@ -40,6 +42,7 @@ class FakeNode:
         rows, counter = np.zeros((16, 256), np.uint64), np.zeros(1, np.uint64)
         self.pool = Pool(table, rows, counter, capacity, Limits(**limits), eviction=eviction, admission="always")
         self.fetching = Fetching(self.pool, np.zeros(0, np.uint8), Bell(np.zeros(2, np.uint64)), self.now, self.wake, ())
+        self.errands = Errands(self.fetching, Handovers())
         self.ssd = None
         self.shelf = SimpleNamespace(granted_pages=0, stale_pages=0)
         self.config = PoolConfig(token=token, socket="/run/umbp/default.sock", http=Address(http, 7411))

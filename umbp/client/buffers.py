@@ -38,14 +38,14 @@ class Rows:
             return len(self._order)
         return len(self._matrix) if self._matrix is not None else len(self._list)
 
+    def array(self, index: int) -> U8:
+        """One row, (size,)."""
+        at = index if self._order is None else int(self._order[index])
+        return self._matrix[at] if self._matrix is not None else self._list[at]
+
     def row(self, index: int) -> memoryview:
         """One row's bytes."""
         return self.array(index).data
-
-    def array(self, index: int) -> U8:
-        """One row."""
-        at = index if self._order is None else int(self._order[index])
-        return self._matrix[at] if self._matrix is not None else self._list[at]
 
     def only(self, which: I64) -> Rows:
         """These rows, numbered from 0."""

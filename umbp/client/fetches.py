@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from umbp import wire
-from umbp.client import straight
+from umbp.client import errands, straight
 from umbp.client.buffers import Rows
 from umbp.client.link import Bond, Look
 from umbp.client.operations import Operations
@@ -148,6 +148,8 @@ def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: floa
     if past and bond.through:
         yield from straight.read(operations, array, codes, missing, straight.into(rows), until)
         missing, past = missing[codes[missing] != ReadStatus.HIT.value], False
+    with contextlib.suppress(UmbpError):
+        missing = yield from errands.receive(operations, array, rows, codes, missing, until - time.monotonic())
     for _ in range(TRIES + past):
         if not len(missing) or time.monotonic() >= until:
             break

@@ -35,6 +35,7 @@ import numpy as np
 
 from umbp import wire
 from umbp.client.files import IDLE_SECONDS, Files
+from umbp.client.handover import Handover
 from umbp.client.opened import Opened, Spare
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
 from umbp.errors import InvalidRequest, SegmentError, Unavailable
@@ -128,7 +129,8 @@ class Link:
         self.address = address
         self.client = client
         self._holder = _new_holder()
-        self.files = Files()
+        self.handover = Handover()
+        self.files = Files(self.handover)
         self.up = False
         self.near = numa.node_of_process()
         self.closed = False
@@ -296,6 +298,7 @@ class Link:
         """In the child of a fork: the parent's session, writes, leases and notes are not ours."""
         self._lock = threading.Lock()
         self._holder = _new_holder()
+        self.handover.forked()
         self.files.forked()
         self.segment = None  # mapped anew: the lock of the old mapping is the parent's
         self.up = False
@@ -480,6 +483,7 @@ class Link:
             self.segment.close()
         self.segment = self.bond = None
         self.files.close()
+        self.handover.close()
 
 
 def _new_holder() -> int:

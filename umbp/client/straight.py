@@ -60,7 +60,7 @@ def read(operations: Operations, keys: U8, codes: U8, which: I64, reader: Reader
         return
     which = which[operations.on_ssd(look, keys[which])]
     bond, link = look.bond, operations.link
-    if not len(which) or not (yield Work(lambda: link.files.open(bond, link.address, bond.handover), INLINE_BYTES_MAX + 1)):
+    if not len(which) or not (yield Work(lambda: link.handover.open(bond, link.address, bond.handover), INLINE_BYTES_MAX + 1)):
         return
     step = max(1, min(wire.BATCH_MAX, WINDOW_BYTES // operations.object_bytes))
     for start in range(0, len(which), step):

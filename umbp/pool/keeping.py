@@ -70,6 +70,12 @@ class Keeping:
                 lease, _ = self.pool.leases.grant(now, ticket.session, ids, versions, seconds)
                 ticket.leases.append(lease.number)
 
+    def keeps(self, now: float, account: Account, keys: U8) -> Mask:
+        """Which of these are to stay when they have come, (n,) bool."""
+        if self.policy == "pass_through":
+            return np.zeros(len(keys), bool)
+        return self._admitted(now, account, keys) if self.pool.puts.admission is not None else np.ones(len(keys), bool)
+
     def let_pass(self) -> None:
         """What only passes through and nobody holds any more goes."""
         if self._through:

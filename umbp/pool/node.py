@@ -10,6 +10,7 @@ from umbp.core.pool import Pool
 from umbp.grammar import Address
 from umbp.metrics import Metrics
 from umbp.pool.cluster import ClusterSide
+from umbp.pool.errands import Errands
 from umbp.pool.fetching import Fetching
 from umbp.pool.memory_moving import MemoryMoving
 from umbp.pool.shelf import PoolShelf
@@ -45,6 +46,8 @@ class Node(Protocol):
     def fetching(self) -> Fetching: ...
     @property
     def moving(self) -> MemoryMoving: ...
+    @property
+    def errands(self) -> Errands: ...
     @property
     def shelf(self) -> PoolShelf: ...
     @property

@@ -20,6 +20,7 @@ import numpy as np
 from umbp.config import PoolConfig
 from umbp.core.pool import Pool
 from umbp.errors import InvalidRequest, LimitReached
+from umbp.pool.errands import Errands
 from umbp.pool.fetching import Fetching
 from umbp.pool.handover import Handovers
 from umbp.pool.meetings import Meetings
@@ -43,6 +44,7 @@ class Server(Protocol):
     ssd: SsdSide | None
     handovers: Handovers
     references: References | None
+    errands: Errands
     name: str
 
     def now(self) -> float: ...
@@ -122,6 +124,7 @@ class Owners:
         owner.connected = False
         self.server.meetings.session_ended(owner.session)
         self.server.fetching.session_ended(owner.session)
+        self.server.errands.session_ended(owner.session)
         self.server.handovers.session_ended(owner.session)
         if self.server.references:
             self.server.references.session_ended(owner.session)

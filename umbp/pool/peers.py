@@ -36,6 +36,7 @@ from umbp.pool.guesses import Guesses
 from umbp.pool.peer_parts import PeerReading
 from umbp.pool.sources import Offer, Space, Taken
 from umbp.transport.base import Came, Peer, Transport
+from umbp.transport.http import HttpTransport
 from umbp.types import I64, U8, U64, Mask, ReadStatus, Tier
 
 log = logging.getLogger("umbp.pool.peers")
@@ -179,6 +180,32 @@ class Peers:
             over=over,
         )
         return reading
+
+    def guess_or_none(self, space: Space, keys: U8, *, again: bool) -> Offer | None:
+        """What `offers` would answer without asking anybody, if it knows so much. ``again``: the use of these keys was counted."""
+        namespace = space.digest.hex()
+        guess = None if self._telling else self._guesses.run_or_none(time.monotonic(), namespace, len(keys))
+        if guess is None or guess.source.node == self.node:
+            return None
+        return self._offer(guess, np.arange(len(keys)), Guessed(guess, keys, [self.node], again))
+
+    def way_or_none(self, offer: Offer) -> tuple[HttpTransport, Peer] | None:
+        """How pages of an offer come by a connection that can be handed to who receives them; None if they come by other ways."""
+        with contextlib.suppress(Unavailable):
+            transport, peer = self._way(_run_of(offer)[0].source)
+            if type(transport) is HttpTransport:
+                return transport, peer
+        return None
+
+    def received(self, space: Space, offer: Offer, status: U8, size_bytes: int, seconds: float, why: str) -> None:
+        """A client has received these pages of an offer, or not; ``why``: what the peer did wrong."""
+        run, guessed = _run_of(offer)
+        if why:
+            self._tell(run.source.node, why)
+            self._guesses.wrong(space.digest.hex())
+        self._learn(space, run, status, size_bytes, seconds)
+        if guessed is not None:
+            self._confirm(space.digest.hex(), guessed)
 
     def take_measured(self) -> list[Measured]:
         """What was measured since this was asked last."""

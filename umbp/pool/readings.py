@@ -85,6 +85,7 @@ FETCHED = _counter("umbp_fetched_pages_total", "Pages brought into DRAM.", "sour
 FETCHED_BYTES = _counter("umbp_fetched_bytes_total", "Bytes brought into DRAM.", "source")
 FETCH_FAILED = _counter("umbp_fetch_failed_pages_total", "Pages that a source offered and did not bring.", "source", "why")
 FETCH_MERGED = _counter("umbp_fetch_merged_pages_total", "Pages that were asked for while they were on their way already.")
+ERRANDS = _counter("umbp_errands_total", "Orders whose pages a client of this pool received by itself.")
 GRANTED = _counter("umbp_granted_pages_total", "Pages that other nodes were given to read.")
 STALE = _counter("umbp_granted_stale_pages_total", "Pages refused after they were read, as they might have changed meanwhile.")
 
@@ -201,6 +202,7 @@ def _fetches(node: Node) -> Iterator[Reading]:
     statistics = fetching.fetches.statistics()
     yield Reading(FETCHING, statistics.pages)
     yield Reading(FETCH_MERGED, statistics.merged)
+    yield Reading(ERRANDS, node.errands.given)
     yield Reading(GRANTED, shelf.granted_pages)
     yield Reading(STALE, shelf.stale_pages)
     for source, counts in fetching.counts.items():

@@ -52,6 +52,7 @@ from umbp.pool import regions
 from umbp.pool.cluster import ClusterSide
 from umbp.pool.documents import status_document
 from umbp.pool.door import FrontDoor
+from umbp.pool.errands import Errands
 from umbp.pool.fetching import Fetching
 from umbp.pool.handover import Handovers
 from umbp.pool.meetings import Meetings
@@ -289,6 +290,7 @@ class PoolServer:
         self.fetching = Fetching(
             self.pool, self.segment.data.array, self.segment.bell(), self.now, self.wake, self.sources, config.fetch, self.turns
         )
+        self.errands = Errands(self.fetching, self.handovers)
         self.cluster.copies_by(self.fetching)
         self.shelf = PoolShelf(self.name, self.pool, self.segment, self.make_sums, self.fetching.bring)
         windows = {"nixl": self.agent} if self.agent else {}
@@ -317,6 +319,7 @@ class PoolServer:
             self.owners.close()
             self.meetings.close()
             await self.cluster.close()
+            self.errands.close()
             await self.fetching.close()
             await self.pages.close()
             if self.agent:
@@ -342,6 +345,7 @@ class PoolServer:
             await self.turns.wait()
             self.owners.sweep()
             self.fetching.tick(self.now())
+            self.errands.tick(self.now())
             if self.ssd:
                 self.ssd.tick(self.now())
             if self.references:

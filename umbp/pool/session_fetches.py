@@ -74,6 +74,23 @@ def end_files(session: Session, message: wire.EndFiles, blob: wire.Blob, now: fl
     return wire.encode(wire.Statuses(message.m), still)
 
 
+def receive(session: Session, message: wire.Receive, blob: wire.Blob, now: float) -> bytes:
+    """Hand over the connection that pages come by; at once, where it is known who has them."""
+    keys = blob.keys(message.n)
+    blob.end()
+    answer = session.server.errands.give(now, session.session, message, keys)
+    return answer if isinstance(answer, bytes) else session.later(answer)
+
+
+def end_errand(session: Session, message: wire.EndErrand, blob: wire.Blob, now: float) -> bytes:
+    """Commit what came by it."""
+    status, sums = blob.take(np.uint8, message.n), blob.take(np.uint64, message.n)
+    blob.end()
+    done = session.server.errands.end(now, session.session, message, status, sums)
+    session.server.wake()
+    return wire.encode(wire.Statuses(len(done)), done)
+
+
 def locate(session: Session, message: wire.Locate, blob: wire.Blob, now: float) -> bytes:
     """The tier of each page; answered when all sources were asked."""
     keys = blob.keys(message.n)

@@ -207,7 +207,7 @@ class Session(asyncio.Protocol):
                 ranged=any(source.ranged and not source.local for source in self.server.fetching.sources),
                 numa=self.server.config.numa_nodes,
                 passage=self.server.fetching.passing.begins,
-                handover=self.server.handovers.promise(self.session).hex() if files else "",
+                handover=self.server.handovers.promise(self.session).hex() if files or self.server.errands.possible else "",
                 files=files,
                 through=self.server.config.fetch == "pass_through",
             )
@@ -451,6 +451,8 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.EndFetch: session_fetches.end_fetch,
     wire.ReadFiles: session_fetches.read_files,
     wire.EndFiles: session_fetches.end_files,
+    wire.Receive: session_fetches.receive,
+    wire.EndErrand: session_fetches.end_errand,
     wire.Locate: session_fetches.locate,
     wire.Prefetch: session_fetches.prefetch,
     wire.GetPrefetched: session_fetches.get_prefetched,

@@ -19,12 +19,7 @@ Every wait has the order's deadline. Who is cancelled cuts the connections, whic
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import json
-import select
-import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -40,23 +35,20 @@ from umbp.core.stages import Ranges, runs
 from umbp.errors import DeadlineExceeded, ProtocolError, Unavailable, from_wire
 from umbp.grammar import Address
 from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Came, Held, Moved, Order, PartCame, Parted, Peer, decode_granted
+from umbp.transport.line import Line, pour
 from umbp.types import I64, U8, U64, Mask, ReadStatus
 
 THREADS_MAX = 32
 LANES_MAX = 2
 LANE_BYTES_MIN = 8 << 20  # of each: the second order costs 1.6 ms of processors, and the stream is there some 0.1 ms a MiB earlier
 LANE_STEP_BYTES = 2 << 20  # pages that a lane gets in one turn
-LIMIT_SECONDS = 0.02  # a wait may be longer than its deadline allows by this
 IDLE_MAX = 4  # connections kept for one peer
 IDLE_PEERS_MAX = 256
-CONNECT_SECONDS_MAX = 0.5
 WINDOW_BYTES = 1 << 20  # received, then summed while it is in cache
-VECTORS_MAX = 512
 # Said to be there: each time half of what a lane still has to bring, but so much at least and at most. Each piece costs the pool and who
 # waits for it 0.5 ms of a processor; the last one is what is still to be copied when all is there.
 PIECE_BYTES_MIN, PIECE_BYTES_MAX = 4 << 20, 16 << 20
 HEAD_BYTES_MAX = 16 << 10  # of an answer's HTTP head
-HEAD_READ_BYTES = 4096  # at a time: what comes of the pages with it is copied once more
 
 
 class HttpTransport:
@@ -130,6 +122,41 @@ class HttpTransport:
         versions[task.granted.held] = task.granted.versions
         return Parted(moved.status, moved.sums, versions)
 
+    def order_or_none(self, peer: Peer, namespace: str, size: int, keys: U8, deadline: float) -> Line | None:
+        """Send an order for somebody else to receive its answer (`umbp.transport.incoming`); None where that cannot be done at once."""
+        if (line := self._line_or_none(peer.address)) is None:
+            return None
+        seconds = max(0.0, min(deadline - time.monotonic(), GRANT_SECONDS_MAX))
+        order = Order(peer.node, peer.boot, namespace, size, len(keys), seconds, self.name, self.moves)
+        if line.post(_request(peer.address, self.token, order, keys)):
+            return line
+        line.close()
+        return None
+
+    def has_line(self, peer: Peer) -> bool:
+        """Whether there is a connection for `order_or_none`."""
+        return bool(self._idle.get(peer.address))
+
+    async def connect(self, peer: Peer, deadline: float) -> None:
+        """Have a connection for the next order."""
+        loop = asyncio.get_running_loop()
+
+        def dial() -> None:  # whoever asked may be gone when it is there
+            loop.call_soon_threadsafe(self._keep, peer.address, Line(peer.address, deadline))
+
+        await loop.run_in_executor(self._threads, dial)
+
+    def took_back(self, peer: Peer, line: Line, owed: int, size_bytes: int) -> None:
+        """Who received from this connection is through, but for so many bytes; negative: it is of no more use."""
+        self.received_bytes += size_bytes
+        line.owed = owed
+        if owed >= 0:
+            line.forget_limits()
+            self._keep(peer.address, line)
+        else:
+            line.cut()
+            line.close()
+
     async def close(self) -> None:
         """Cut all connections."""
         for lines in self._idle.values():
@@ -161,91 +188,6 @@ class HttpTransport:
         while len(self._idle) > IDLE_PEERS_MAX:  # the peer that was first heard of goes
             for line in self._idle.pop(next(iter(self._idle))):
                 line.close()
-
-
-class Line:
-    """One connection to a peer, with plain blocking calls that keep a deadline."""
-
-    def __init__(self, address: Address, deadline: float) -> None:
-        seconds = min(CONNECT_SECONDS_MAX, deadline - time.monotonic())
-        if seconds <= 0:
-            raise TimeoutError("no time is left to connect")
-        self._socket = socket.create_connection((address.host, address.port), seconds)
-        self._socket.settimeout(None)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.owed = 0  # bytes of the last answer's end that were not waited for
-        self._limited = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # seconds that its waits may take
-
-    @property
-    def broken(self) -> bool:
-        """Whether the other end is gone, or has sent what nobody asked for."""
-        poll = select.poll()
-        poll.register(self._socket.fileno(), select.POLLRDHUP if self.owed else select.POLLIN | select.POLLRDHUP)
-        return bool(poll.poll(0))
-
-    def send(self, data: bytes, deadline: float) -> None:
-        """All of it."""
-        self._limit(socket.SO_SNDTIMEO, deadline)
-        try:
-            self._socket.sendall(data)
-        except BlockingIOError:
-            raise TimeoutError("the peer does not read its orders") from None
-
-    def some(self, deadline: float) -> bytes:
-        """What is there of an answer's head, at least a byte."""
-        self._limit(socket.SO_RCVTIMEO, deadline)
-        try:
-            data = self._socket.recv(HEAD_READ_BYTES)
-        except BlockingIOError:
-            raise TimeoutError("the peer does not answer in time") from None
-        if not data:
-            raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
-        return data
-
-    def fill(self, views: deque[memoryview], deadline: float) -> None:
-        """Receive into these, one after the other, all of them."""
-        while views:
-            self._limit(socket.SO_RCVTIMEO, deadline)
-            try:
-                got = self._socket.recvmsg_into([views[at] for at in range(min(len(views), VECTORS_MAX))], 0, socket.MSG_WAITALL)[0]
-            except BlockingIOError:
-                raise TimeoutError("the peer did not send all of it in time") from None
-            if not got:
-                raise ConnectionResetError(errno.ECONNRESET, "the peer closed the connection")
-            take(views, got)
-
-    def rest(self, deadline: float) -> bytearray:
-        """What is still owed of the last answer."""
-        data, self.owed = bytearray(self.owed), 0
-        self.fill(deque([memoryview(data)] if data else []), deadline)
-        return data
-
-    def cut(self) -> None:
-        """From another thread: what waits here ends with an error."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """At once."""
-        self._socket.close()
-
-    def _limit(self, option: int, deadline: float) -> None:
-        """The kernel counts from the start of each wait, so the limit is set anew when much of it has passed, or for another deadline."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("the order's time is over")
-        if abs(self._limited[option] - left) > LIMIT_SECONDS:
-            self._limited[option] = left
-            self._socket.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", *divmod(max(1, int(left * 1e6)), 1_000_000)))
-
-
-def take(views: deque[memoryview], count: int) -> None:
-    """Forget the first ``count`` bytes of these."""
-    while count:
-        if count < len(views[0]):
-            views[0] = views[0][count:]
-            return
-        count -= len(views.popleft())
 
 
 class Receive:
@@ -319,13 +261,7 @@ class Receive:
         line = self.line
         assert line is not None
         line.rest(self.deadline)
-        frame = wire.encode(self.order, self._keys)
-        head = [
-            f"POST {PAGES_PATH} HTTP/1.1\r\nHost: {self._address.netloc}\r\nContent-Type: {FRAME_TYPE}\r\nContent-Length: {len(frame) + 1}"
-        ]
-        if self._token:
-            head.append(f"Authorization: Bearer {self._token}")
-        line.send("\r\n".join([*head, "", ""]).encode() + frame, self.deadline)
+        line.send(_request(self._address, self._token, self.order, self._keys), self.deadline)
         rest = self._answer(line)
         self._answered = True
         granted, rest = self._granted(line, rest)
@@ -353,23 +289,9 @@ class Receive:
     def _answer(self, line: Line) -> bytes:
         """What came after the HTTP head of the answer. Raises what the peer refused with."""
         data = b""
-        while (end := data.find(b"\r\n\r\n")) < 0:
-            if len(data) > HEAD_BYTES_MAX:
-                raise ProtocolError("the head of the answer has no end")
+        while (rest := after_head(data)) is None:
             data += line.some(self.deadline)
-        lines = data[:end].decode("latin-1").split("\r\n")
-        words = lines[0].split(" ", 2)
-        if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
-            raise ProtocolError(f"{self._address} does not speak HTTP")
-        fields = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in lines[1:])}
-        rest = data[end + 4 :]
-        if words[1] == "200" and fields.get("content-type") == FRAME_TYPE:
-            return rest
-        length = fields.get("content-length", "0")
-        size = min(int(length) if length.isdigit() else 0, HEAD_BYTES_MAX)
-        while len(rest) < size:
-            rest += line.some(self.deadline)
-        raise _refusal(words[1], rest[:size])
+        return rest
 
     def _granted(self, line: Line, rest: bytes) -> tuple[Held, bytes]:
         """What the peer holds, and what came of the pages with it."""
@@ -397,7 +319,7 @@ class Receive:
                 end = offset + size
                 views.append(data[at:end])
             if first:
-                first = _pour(first, views)
+                first = pour(first, views)
             line.fill(views, self.deadline)
             for place, offset in enumerate(part, start):
                 sums[place] = digest(data[offset : offset + size]) or 1
@@ -428,13 +350,43 @@ class ReceiveSpans(Receive):
             starts, lengths = runs(offsets[start : start + step], spans)
             views = deque(data[at : at + length] for at, length in zip(starts.tolist(), lengths.tolist(), strict=True))
             if first:
-                first = _pour(first, views)
+                first = pour(first, views)
             line.fill(views, self.deadline)
             for page in held[start : start + step]:
                 for span in spans:
                     self._came(page, *span)
         self.granted = granted
         return granted.sums
+
+
+def after_head(data: bytes) -> bytes | None:
+    """What came of an answer after its HTTP head; None if more of it is to come first. Raises what the peer refused with."""
+    if (end := data.find(b"\r\n\r\n")) < 0:
+        if len(data) > HEAD_BYTES_MAX:
+            raise ProtocolError("the head of the answer has no end")
+        return None
+    lines = data[:end].decode("latin-1").split("\r\n")
+    words = lines[0].split(" ", 2)
+    if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
+        raise ProtocolError("the peer does not speak HTTP")
+    fields = {name.lower(): value.strip() for name, _, value in (each.partition(":") for each in lines[1:])}
+    rest = data[end + 4 :]
+    if words[1] == "200" and fields.get("content-type") == FRAME_TYPE:
+        return rest
+    length = fields.get("content-length", "0")
+    size = min(int(length) if length.isdigit() else 0, HEAD_BYTES_MAX)
+    if len(rest) < size:
+        return None
+    raise _refusal(words[1], rest[:size])
+
+
+def _request(address: Address, token: str, order: Order, keys: U8) -> bytes:
+    """An order as it is sent, but for the receipt."""
+    frame = wire.encode(order, keys)
+    head = [f"POST {PAGES_PATH} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: {FRAME_TYPE}\r\nContent-Length: {len(frame) + 1}"]
+    if token:
+        head.append(f"Authorization: Bearer {token}")
+    return "\r\n".join([*head, "", ""]).encode() + frame
 
 
 def _lanes(pages: int, size: int, lanes_max: int) -> list[I64]:
@@ -467,16 +419,6 @@ async def _carried_out(tasks: list[Receive], works: list[asyncio.Future[Moved]])
 
 def _error_or_none(work: asyncio.Future[Moved]) -> BaseException | None:
     return ConnectionAbortedError("this transport is being closed") if work.cancelled() else work.exception()
-
-
-def _pour(data: bytes, views: deque[memoryview]) -> bytes:
-    """Copy to these what has come already; what is left of it."""
-    while data and views:
-        count = min(len(data), len(views[0]))
-        views[0][:count] = data[:count]
-        take(views, count)
-        data = data[count:]
-    return data
 
 
 def _refusal(status: str, body: bytes) -> Exception:

@@ -29,7 +29,8 @@ import numpy as np
 from umbp.errors import ConfigError, Unavailable
 from umbp.store.checksums import checksums
 from umbp.transport.base import Held, Lingering
-from umbp.transport.http import HttpTransport, Line, Receive
+from umbp.transport.http import HttpTransport, Receive
+from umbp.transport.line import Line
 from umbp.types import I64, U8, U64
 
 POLL_SECONDS = (0.00002, 0.0005)  # between two looks at a transfer: first, longest

@@ -43,7 +43,7 @@ from umbp.admin.auth import check_token, is_our_host
 from umbp.errors import InvalidRequest, ProtocolError, UmbpError, Unauthorized
 from umbp.grammar import Address, quoted
 from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Grant, Granted, Order, Shelf, Window, decode_order
-from umbp.transport.http import take
+from umbp.transport.line import take
 from umbp.types import U8
 
 log = logging.getLogger("umbp.transport")
