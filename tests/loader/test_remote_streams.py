@@ -17,6 +17,8 @@ from tests.field.people import SLACK_SECONDS, eventually
 from tests.gate import Keeper
 from tests.pools import PoolProcess
 from tests.signpost import Signpost
+from umbp.client.arrivals import COMING, LOST, WHOLE, Arrivals, arrive
+from umbp.core.stages import stages
 from umbp.types import ReadStatus, Tier, WriteStatus
 
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
@@ -70,8 +72,8 @@ class Node:
 class World:
     """Three nodes: ``here`` lacks what ``there``, behind a gate, and ``replica`` have."""
 
-    def __init__(self, master: Signpost, gate: Keeper, here: Node, there: Node, replica: Node) -> None:
-        self.master, self.gate, self.here, self.there, self.replica = master, gate, here, there, replica
+    def __init__(self, tenant: str, master: Signpost, gate: Keeper, here: Node, there: Node, replica: Node) -> None:
+        self.tenant, self.master, self.gate, self.here, self.there, self.replica = tenant, master, gate, here, there, replica
         self.slots = slots_for(sum(here.space.identity.digest()), COUNT)
 
     def give(self, node: Node, numbers: Any, flip: int | None = None) -> None:
@@ -126,7 +128,7 @@ def world(pools: Any, unhurt: Any, request: pytest.FixtureRequest) -> Iterator[W
     (gate.folder / "read").unlink(missing_ok=True)
     nodes = [Node(pool, request.node.name) for pool in (here, there, replica)]
     gate.let(COUNT * FIRST)
-    yield World(master, gate, *nodes)
+    yield World(request.node.name, master, gate, *nodes)
     gate.free()
     for node in nodes:
         if node.pool.alive:
@@ -247,3 +249,28 @@ def test_a_node_that_does_not_answer_costs_its_pages_and_no_more_time_than_the_d
     out = np.empty((COUNT, SIZE), np.uint8)
     eventually(lambda: here.space.get(keys_of(EVERY), out, deadline=60.0).all(ReadStatus.HIT), "all can be had again")
     assert (out == world.there.rows(EVERY)).all()
+
+
+def test_a_page_that_was_given_up_does_not_count_though_it_comes_a_moment_later(world: World) -> None:
+    """It has been moved no more since. Another who waits for it longer has it."""
+    world.give(world.there, EVERY)
+    layout = world.here.space.identity.layout
+    order, keys = stages(layout.offsets, layout.sizes, SIZE, COUNT).ranges, keys_of(EVERY)
+    with umbp.connect(world.here.pool.socket) as other:
+        spaces = [world.here.space, world.here.cache.namespace(other, tenant=world.tenant)]
+        patient, hasty = (
+            space.run(arrive(space.operations, keys, seconds, order)) for space, seconds in zip(spaces, (DEADLINE, 0.05), strict=True)
+        )
+
+        def all_are(arrivals: Arrivals, space: umbp.Namespace, state: int) -> bool:
+            space.run(arrivals.look())
+            return bool((arrivals.state == state).all())
+
+        eventually(lambda: all_are(patient, spaces[0], COMING), "all have begun to come")
+        eventually(lambda: all_are(hasty, spaces[1], LOST), "its time is over")
+        world.gate.free()
+        eventually(lambda: all_are(patient, spaces[0], WHOLE), "all have come")
+        assert patient.held().all()
+        assert not hasty.held().any()
+        for arrivals, space in ((patient, spaces[0]), (hasty, spaces[1])):
+            space.run(arrivals.end())

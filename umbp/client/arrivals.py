@@ -9,7 +9,8 @@ So each page is, for its reader,
 
 The *mark* of a page is the version of the reservation under which it was seen. Whoever copies bytes of a page early asks `held` after the
 last copy: the page counts if its entry is committed under that very mark at that moment. Then it was never given back in between, so all
-bytes that were copied are the committed ones, whatever was evicted, removed, restarted or killed meanwhile.
+bytes that were copied are the committed ones, whatever was evicted, removed, restarted or killed meanwhile. A page that is lost stays so,
+though it be committed a moment later: nobody has copied it since.
 
 A page that there is no room for is whole when it comes, and stays only until it is said to be had (`Arrivals.take`): what was copied before
 counts if it was `held` then.
@@ -85,11 +86,11 @@ class Arrivals:
         yield from self._wanted.pause()
 
     def held(self) -> Mask:
-        """Which pages are whole, and were the same since they were seen first; (n,) bool. For bytes that were copied before this call."""
+        """Which pages are whole, were the same since they were seen first, and not lost; (n,) bool. For bytes that were copied before."""
         same: Mask = self.bond.index.versions_of(self._ids) == self._marks & ~_ONE
         if self._operations.link.number_of(self.bond, self._operations.opened) != self.number:
             same[:] = False
-        same &= self._marks != 0
+        same &= (self._marks != 0) & (self.state != LOST)
         return same | self.had
 
     def passing(self) -> I64:
@@ -158,4 +159,4 @@ def arrive(operations: Operations, keys: U8, seconds: float, stages: tuple[Range
     return made
 
 
-__all__ = ["AWAITED", "LOST", "WHOLE", "Arrivals", "arrive"]
+__all__ = ["AWAITED", "COMING", "LOST", "WHOLE", "Arrivals", "arrive"]
