@@ -1,19 +1,21 @@
 """The SSD tier against the same disk without it, and what a saturated disk does to DRAM: one JSON line a row.
 
-    python scripts/bench/bench_ssd.py [--folder DIR] [--repeats 5] [--only tier,start,pool,load]
+    python scripts/bench/bench_ssd.py [--folder DIR] [--repeats 5] [--only tier,start,get,pool,load]
 
 ``tier``: batches of 64 x 1 MiB, 16 x 4 MiB and 1,024 x 64 KiB (stored together) are read and written by `SsdTier`, checksums verified and
 made, every write synced. The floor is a raw loop in the same run, taking turns, on a file of its own, whose space has been written before
 as that of the tier has: the same bytes with O_DIRECT from four threads in blocks of 4 MiB, the best that this loop does on most disks, with
 one fdatasync a batch for writes; ``same_gbps`` is that loop with blocks of the object's size.
 ``start``: a million pages (4 KiB each) are listed again by a start, in seconds; also after a kill.
+``get``: 32 pages of 1 MiB that are on SSD alone, got by a client: read by itself from the files (``straight``, into memory that direct I/O
+takes, and into an array that it does not) or by way of the pool's DRAM (``promoted``), against the raw loop on the same bytes, in turns.
 ``pool``: short calls to DRAM (a `get` of one page, which the client answers out of shared memory, and a lease, two calls of the pool)
 while the disk is saturated, against the same pool idle: the ratio is of the 99th percentiles. Another client asks for pages that are on SSD
 alone, by `prefetch`, three batches of 32 MiB ahead, and stores 8 MiB new ones with each, which the pool writes: so the disk never waits for
 that client, and of two processors it takes little itself (it copies nothing that it reads; one that does is a load of its own, whatever
 the pages come from). "Idle" begins when all of what it had asked for is read and written. Both have the pool's own work in them: the
 history of the calls that are measured is entered meanwhile, in the idle pool too. The pool holds 2 GiB, so that it is filled anew every two
-seconds. Then `get` of pages that are on SSD alone, by a client.
+seconds.
 ``load``: `Loader.load` of pages of 8 layers that are on SSD alone, layer by layer as they are read, against a load that waits for whole
 pages first, in turns: until the first layer is in its slots, and until all are. Needs torch.
 """
@@ -49,7 +51,7 @@ from umbp.store.ssd_format import NamespaceNote
 from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import Steps, System, aligned, finish
 from umbp.store.ssd_upkeep import open_steps
-from umbp.types import U8, Tier, WriteStatus
+from umbp.types import U8, ReadStatus, Tier, WriteStatus
 
 THREADS, BLOCK_BYTES = 4, 4 << 20
 BATCH_BYTES = 64 << 20
@@ -93,15 +95,15 @@ def open_tier(folder: Path, size: int, entries: int, segment_bytes: int = 0) -> 
 class Raw:
     """A file, read and written with O_DIRECT by threads."""
 
-    def __init__(self, path: Path, size: int) -> None:
+    def __init__(self, path: Path, size: int, batch: int = BATCH_BYTES) -> None:
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
         os.posix_fallocate(self.fd, 0, size)
-        self.size = size
+        self.size, self.batch = size, batch
         self.threads = ThreadPoolExecutor(THREADS)
-        self.memory = aligned(BATCH_BYTES)
-        self.memory[:] = np.random.default_rng(2).bytes(BATCH_BYTES)  # zeros may never reach the disk
+        self.memory = aligned(self.batch)
+        self.memory[:] = np.random.default_rng(2).bytes(self.batch)  # zeros may never reach the disk
         self.at = 0
-        for _ in range(size // BATCH_BYTES):  # so that its space is as written as that of a tier that is in use
+        for _ in range(size // self.batch):  # so that its space is as written as that of a tier that is in use
             self.write(BLOCK_BYTES)
 
     def read(self, block: int) -> None:
@@ -114,12 +116,12 @@ class Raw:
         os.fdatasync(self.fd)
 
     def _move(self, call: Callable[..., int], block: int) -> None:
-        start, self.at = self.at, (self.at + BATCH_BYTES) % self.size
+        start, self.at = self.at, (self.at + self.batch) % self.size
 
         def one(at: int) -> None:
             assert call(self.fd, [self.memory[at : at + block]], start + at) == block
 
-        list(self.threads.map(one, range(0, BATCH_BYTES, block)))
+        list(self.threads.map(one, range(0, self.batch, block)))
 
 
 def tier_rows(folder: Path, repeats: int) -> None:
@@ -207,6 +209,48 @@ def start_rows(folder: Path) -> None:
     tier.close()
 
 
+# -- a get -------------------------------------------------------------------------------------------------------------------------
+
+
+def get_rows(folder: Path, repeats: int) -> None:
+    size, batch, batches = 1 << 20, 32, 16
+    raw = Raw(folder / "raw", batches * batch * size, batch * size)
+    keys, values = harness.random_keys(batches * batch, 77), np.random.default_rng(1).integers(0, 256, (batch, size), dtype=np.uint8)
+    parts = [keys[at : at + batch] for at in range(0, len(keys), batch)]
+    options = ("--ssd-admission", "always", "--eviction", "lru", "--ssd")
+    through = harness.pool("--fetch", "pass_through", *options, f"{folder / 'through'}:4GiB", dram="256MiB")
+    with through as (process, client), harness.pool(*options, f"{folder / 'copy'}:4GiB", dram="256MiB") as (other, promoting):
+        spaces = [harness.namespace(each, size) for each in (client, promoting)]
+        for space, each in zip(spaces, (client, promoting), strict=True):
+            for part in parts:
+                assert space.put(part, values).all(WriteStatus.STORED)
+                wait_written(each)
+        evict_all(process.http)
+
+        def gets(space: umbp.Namespace, out: np.ndarray) -> Callable[[], list[float]]:
+            def run() -> list[float]:
+                seconds: list[float] = []
+                for part in parts:  # of which DRAM has room for half: the ones got last have gone when it is their turn again
+                    assert (space.locate(part) == Tier.SSD).all()
+                    began = time.perf_counter()
+                    statuses = space.get(part, out, deadline=10.0)
+                    seconds.append(time.perf_counter() - began)
+                    assert statuses.all(ReadStatus.HIT)
+                return seconds
+
+            return run
+
+        plain = np.empty((batch, size), np.uint8)
+        works = [gets(spaces[0], spaces[0].empty(batch)), gets(spaces[0], plain), gets(spaces[1], plain)]
+        harness.wait_until_quiet()
+        machine = harness.Machine(process.pid, other.pid)
+        sides = harness.in_turns(repeats, *works, lambda: harness.timed(raw.read, [(BLOCK_BYTES,)] * batches), machine=machine)
+        assert client.statistics().read_straight >= 2 * repeats * len(keys)
+        for name, side in zip(("straight", "straight, by a buffer", "promoted"), sides, strict=False):
+            row = harness.compared(side, sides[-1], bytes_a_call=batch * size)
+            harness.emit(bench="ssd", op=f"get of 32 x 1 MiB from SSD by a client, {name}", **row, foreign_cpu=machine.kept)
+
+
 # -- the pool ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +289,6 @@ def pool_rows(folder: Path, repeats: int) -> None:
         hot = harness.random_keys(256, 5)
         small.put(hot, np.zeros((256, other), np.uint8))
         wait_written(client)
-        ssd_alone(space, keys, size)
         pin = small.pin(hot)
         saturating = Beside("--saturate", process.socket, script=__file__)
         try:
@@ -291,21 +334,6 @@ def pool_rows(folder: Path, repeats: int) -> None:
         finally:
             saturating.end()
             small.unpin(pin)
-
-
-def ssd_alone(space: umbp.Namespace, keys: np.ndarray, size: int) -> None:
-    """Pages that are on SSD alone, got by a client: read, committed, copied."""
-    out = np.empty((32, size), np.uint8)
-    seconds: list[float] = []
-    for start in range(0, len(keys), 32):
-        part = keys[start : start + 32]
-        if (space.locate(part) == Tier.SSD).all():
-            seconds += harness.timed(lambda part: space.get(part, out, deadline=10.0), [(part,)])
-    if seconds:
-        middle = sorted(seconds)[len(seconds) // 2]
-        harness.emit(
-            bench="ssd", op="get of 32 x 1 MiB from SSD by a client", p50_us=round(middle * 1e6), gbps=round(out.nbytes / middle / 1e9, 2)
-        )
 
 
 def load_rows(folder: Path, repeats: int) -> None:
@@ -375,7 +403,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure; 8 GiB are used for a while")
     parser.add_argument("--repeats", type=int, default=5, help="turns of each (default 5)")
-    parser.add_argument("--only", default="tier,start,pool,load", help="which rows")
+    parser.add_argument("--only", default="tier,start,get,pool,load", help="which rows")
     parser.add_argument("--saturate", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.saturate:
@@ -385,6 +413,7 @@ def main() -> None:
         for name, rows in (
             ("tier", lambda: tier_rows(folder, arguments.repeats)),
             ("start", lambda: start_rows(folder)),
+            ("get", lambda: get_rows(folder, arguments.repeats)),
             ("pool", lambda: pool_rows(folder, arguments.repeats)),
             ("load", lambda: load_rows(folder, arguments.repeats)),
         ):
