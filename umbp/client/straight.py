@@ -42,6 +42,7 @@ from umbp.store.ssd_reads import GOOD, RUN_BYTES_MAX, UNREADABLE, Pages, read_ru
 from umbp.store.ssd_system import System, Workers, aligned
 from umbp.types import I64, U8, ReadStatus
 
+LEFT = 3  # beside the codes of `umbp.store.ssd_reads`: a read that was left behind may still write there
 WINDOW_BYTES = 256 << 20  # of one answer: read in a second by a slow disk
 READERS = 4  # where calls of 1 MiB reach a disk's bandwidth
 Reader: TypeAlias = Callable[[FileRefs, I64], U8]
@@ -118,20 +119,21 @@ def into(rows: Rows) -> Reader:
     return reader
 
 
-def read_refs(refs: FileRefs, out: Sequence[U8]) -> U8:
+def read_refs(refs: FileRefs, out: Sequence[U8], *, leave: bool = False) -> U8:
     """Read and verify pages into ``out``, one array of a page's bytes each, until ``refs.until``; a code each.
 
-    When it returns nothing is written to ``out`` any more.
+    When it returns nothing is written to ``out`` any more; with ``leave`` but for pages that are LEFT: then it is not to be used again.
     """
     codes = np.full(len(out), UNREADABLE, np.uint8)
     jobs: list[tuple[I64, _Job, Future[U8]]] = []
     for run in runs(refs.pages):
-        job = _Job(refs, run, [out[at] for at in run.tolist()])
+        job = _Job(refs, run, [out[at] for at in run.tolist()], leave)
         jobs.append((run, job, _readers().submit(job.run)))
     wait([future for _, _, future in jobs], max(0.0, refs.until - time.monotonic()))
     for run, job, future in jobs:
-        over = future.done() or (not future.cancel() and not job.leave())
-        if over and future.exception() is None:
+        if not future.done() and (future.cancel() or job.leave()):
+            codes[run] = LEFT if leave and job.left else UNREADABLE
+        elif future.exception() is None:
             codes[run] = future.result()
     return codes
 
@@ -143,6 +145,7 @@ class _Job:
     refs: FileRefs
     which: I64
     out: list[U8]
+    may_stay: bool  # also while it writes to ``out``
     left: bool = False
     ending: bool = False  # it writes to ``out``, or is about to
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -153,7 +156,7 @@ class _Job:
         file, size = int(pages.files[0]), pages.size
         direct = self.refs.direct[file]
         straight = not direct or all(takes_direct(row.ctypes.data, size) for row in self.out)
-        if (fd := self._begin(self.refs.fds[file], ending=straight)) is None:
+        if (fd := self._begin(self.refs.fds[file], ending=straight and not self.may_stay)) is None:
             return self._none()
         try:
             if straight:

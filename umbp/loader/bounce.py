@@ -64,6 +64,11 @@ class Bounce:
     def __repr__(self) -> str:
         return f"<Bounce of {len(self.tensors.planes)} planes>"
 
+    @property
+    def beside(self) -> Bounce:
+        """See `Mover.beside`."""
+        return self
+
     def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken, layers: tuple[int, int] | None = None) -> bool:
         """As `Mover.restore`."""
         if not load.claim():

@@ -57,6 +57,11 @@ class Copies:
     def __repr__(self) -> str:
         return f"<Copies of {len(self.planes)} layers with {self.threads} threads>"
 
+    @property
+    def beside(self) -> Copies:
+        """See `Mover.beside`."""
+        return self
+
     def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken, layers: tuple[int, int] | None = None) -> bool:
         """See `Mover.restore`."""
         if not load.claim():

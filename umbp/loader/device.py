@@ -95,6 +95,11 @@ class DeviceMover:
             self._tables[first, last] = made
         return made
 
+    @property
+    def beside(self) -> Bounce:
+        """See `Mover.beside`: registering that memory for one load would cost more than it saves."""
+        return self.bounce
+
     def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken, layers: tuple[int, int] | None = None) -> bool:
         """See `Mover.restore`."""
         begin, end = layers or (0, self.tensors.layers)

@@ -48,6 +48,7 @@ from umbp.loader.equipment import equip
 from umbp.loader.group import Alone, Group, Rank
 from umbp.loader.handles import Load, Offload
 from umbp.loader.offloads import Offloads
+from umbp.loader.past import may_read_past
 from umbp.loader.runtime import Fault, Runtime
 from umbp.loader.streams import Stream, no_room, streaming_or_none
 from umbp.loader.tensors import KvTensors, as_slots
@@ -62,6 +63,7 @@ STREAMED = {
     "remote": "a good part is on other nodes: each rank moves what has come of it",
     "no_room": "there is no room for some of the pages in DRAM: each rank moves them as they pass through",
 }
+FULL_SECONDS = 10.0  # for so long a pool is thought to have no room still, for loads that would find out in their middle
 LAYER_GROUPS = 8  # what the break-even is asked for: a typical load
 
 
@@ -126,6 +128,7 @@ class Loader:
         self._loads = ThreadPoolExecutor(1, thread_name_prefix="umbp-load")
         self._offloads = ThreadPoolExecutor(1, thread_name_prefix="umbp-offload")
         self._taken = Taken()
+        self._full_until = 0.0
         self._lost_owners = 0  # as far as it is counted
         self._last = Choice("", "", "")
         self._count = {"solo": 0, "staged": 0, "fused": 0, "pages": 0, "missing": 0}
@@ -244,6 +247,8 @@ class Loader:
                 return
             seconds = max(0.0, FETCH_SHARE * (load.deadline - time.monotonic()))
             if verify == "never" and (streaming := streaming_or_none(self.namespace, keys)) is not None:
+                if time.monotonic() < self._full_until and may_read_past(self.namespace):
+                    streaming = (no_room(self.namespace.identity.layout, self.namespace.object_bytes, len(keys)), "no_room")
                 self._stream(load, keys, slots, after, taken, seconds, *streaming)
                 return
             wanted = self.namespace.run(hold(self.namespace.operations, keys, seconds, lambda: load.over or load.cancelled))
@@ -282,6 +287,8 @@ class Loader:
         stream = Stream(load, self.namespace, self._mover, slots, taken, how.needs)
         with contextlib.suppress(LeaseLost):  # what did not count was told as missing
             stream.run(keys, seconds, how, lambda held, reason: self._end(load, held, reason, taken))
+        if stream.passed:
+            self._full_until = time.monotonic() + FULL_SECONDS
 
     def _choose(self, pages: int, verify: str) -> Choice:
         """How this load is done."""

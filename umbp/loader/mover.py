@@ -14,6 +14,10 @@ class Mover(Protocol):
 
     layer_bytes: list[int]
 
+    @property
+    def beside(self) -> Mover:
+        """The one for pages that are in other memory of this process than the segment: its ``data`` may be any."""
+
     def restore(self, load: Load, data: U8, offsets: I64, slots: I64, taken: Taken, layers: tuple[int, int] | None = None) -> bool:
         """All layers of these pages into their slots, each told to the load. False if it was cancelled, late, or over before it began.
 

@@ -13,7 +13,8 @@ pages have them: pages in DRAM, which are leased, have all; what comes by a tran
 
 Pages that there is no room for in DRAM come whole and stay for a moment (`umbp.pool.passing`): they are moved as they come, all their
 layers at once, and layers are ready when all of them have come. A load that waited for whole pages, and was told that there is no room, is
-done so too: `no_room`.
+done so too: `no_room`. What it can it reads from the files itself first (`umbp.loader.past`); so do, for a while, loads after one that
+found out in its middle.
 
 *Invariant 1*: what was moved early counts if the page is committed under the very mark under which it was seen, looked at after the last
 move (`Arrivals.held`). A page that fails late is missing, though its first layers were moved: `finish` names exactly those pages. A page
@@ -42,6 +43,7 @@ from umbp.layout import Layout
 from umbp.loader.copies import Taken
 from umbp.loader.handles import Load
 from umbp.loader.mover import Mover
+from umbp.loader.past import Past
 from umbp.types import I64, U8, U64, Mask
 
 AWAY_SHARE = 8  # a disk of 7 GB/s is to a host link of 55 GB/s as 1 to 8
@@ -84,6 +86,7 @@ class Stream:
         self._load, self._namespace, self._mover, self._taken = load, namespace, mover, taken
         self._slots, self._needs = slots, needs
         self._ready = 0  # layers that are in the slots
+        self.passed = False  # some pages had no room
 
     def run(self, keys: U8, seconds: float, how: Stages, end: Callable[[Mask, str], None]) -> None:
         """All of it. ``end`` is told which pages are there, and why the others are not, before the pool hears that it is over."""
@@ -91,6 +94,11 @@ class Stream:
         held: Mask = np.zeros(len(keys), bool)
         with namespace.lease(keys, max(0.001, load.deadline - time.monotonic()), noted=load.noted) as lease:
             rest = np.flatnonzero(~lease.held)
+            had = rest[:0]
+            if not how.ranges:  # there is no room for them: what this process can read itself it does
+                began = time.monotonic()
+                there = Past(load, namespace, self._mover, self._taken).move(keys[rest], self._slots[rest], seconds)
+                had, rest, seconds = rest[there], rest[~there], max(0.0, seconds - (time.monotonic() - began))
             try:
                 arrivals = namespace.run(arrive(namespace.operations, keys[rest], seconds, how.ranges))
             except Unavailable:
@@ -100,7 +108,7 @@ class Stream:
                     load.let_go()
                 if not self._layers(lease, arrivals, rest):
                     return end(held, "cancelled" if load.cancelled else "the deadline passed")
-                held[rest] = arrivals.held()
+                held[rest], held[had] = arrivals.held(), True
                 held |= lease.check()
                 end(held, "" if held.all() else f"{int(np.count_nonzero(~held))} pages could not be had: {arrivals.causes()}")
             finally:
@@ -134,6 +142,7 @@ class Stream:
 
     def _pass(self, arrivals: Arrivals, through: I64, rest: I64) -> bool:
         """Move pages that cannot stay, and let them go; False if the load was stopped on the way."""
+        self.passed = True
         slots, data = self._slots[rest[through]], arrivals.bond.data
         with self._load.ahead():
             moved = self._mover.restore(self._load, data, arrivals.offsets[through], slots, self._taken)

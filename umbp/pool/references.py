@@ -51,10 +51,10 @@ from umbp.store.ssd_records import SegmentFile
 from umbp.store.ssd_system import Workers
 from umbp.types import I64, U8, U64, Mask, ReadStatus
 
-HOLD_SECONDS = 10.0  # of a client's deadline at most; what one call refers to is read in a tenth of that by a slow disk
+HOLD_SECONDS = 30.0  # of a client's deadline at most; what one call refers to is read in a tenth of that by a slow disk
 HOLDS_MAX = 16  # of a session: its threads, each with one
 HELD_SHARE = 4
-OPEN_SECONDS = 0.25
+OPEN_SECONDS = 2.0
 
 
 @dataclass(slots=True, eq=False)
@@ -84,6 +84,7 @@ class References:
         self._numbers = count(1)
         self._held = side.held
         self._openers: dict[Drive, Workers] = {}
+        self._late: dict[Drive, Future[int]] = {}  # files that a disk has not opened in time
 
     def __repr__(self) -> str:
         return f"<References of {len(self._holds)} holds on {len(self._held)} files>"
@@ -105,7 +106,7 @@ class References:
         where = tier.catalog.where(place, found, which)
         numbers, inverse = np.unique(where.pages.files, return_inverse=True)
         every = [tier.catalog.files[at] for at in numbers.tolist()]
-        files = self._may_be_held([file for file in every if tier.ledger.drive_of[id(file)].may_read(now)])
+        files = self._may_be_held([file for file in every if self._answers(now, tier.ledger.drive_of[id(file)])])
         index = np.array([files.index(file) if file in files else -1 for file in every])[inverse]
         homes = [(drive, drive.folder) for file in files for drive in (tier.ledger.drive_of[id(file)],)]
         hold = Hold(session, now + min(seconds, HOLD_SECONDS), which, where, index, files, homes)
@@ -157,6 +158,11 @@ class References:
 
     # -- steps of it -------------------------------------------------------------------------------------------------------------------
 
+    def _answers(self, now: float, drive: Drive) -> bool:
+        """Whether a disk does what it is asked, as far as is known."""
+        late = self._late.get(drive)
+        return drive.may_read(now) and (late is None or late.done())
+
     def _may_be_held(self, files: list[SegmentFile]) -> list[SegmentFile]:
         """Of these files, which clients may hold."""
         total = sum(drive.folder.files_max for drive in self.side.drives)
@@ -186,6 +192,7 @@ class References:
         finally:
             for at, future in opening.items():
                 if at not in ready:
+                    self._late[hold.homes[at][0]] = future
                     future.add_done_callback(_close_late)
         for at, future in ready.items():
             if future.exception() is None:

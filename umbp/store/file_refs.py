@@ -26,3 +26,7 @@ class FileRefs:
     direct: tuple[bool, ...]
     numbers: U64
     until: float
+
+    def only(self, which: I64) -> FileRefs:
+        """Those of them, in the same files."""
+        return FileRefs(self.pages.only(which), self.back[which], self.fds, self.direct, self.numbers, self.until)
