@@ -37,7 +37,7 @@ KEYS = keys_of(*range(COUNT))
 
 
 @contextlib.contextmanager
-def served(folder: Path, *options: str, size: str = "128MiB") -> Iterator[PoolProcess]:
+def served(folder: Path, *options: str, size: str = "512MiB") -> Iterator[PoolProcess]:
     fixed = ("--ssd", f"{folder}:{size}", "--ssd-admission", "always", "--watermark-high", "1")
     with PoolProcess(*fixed, *options, dram="16MiB") as made:
         yield made
@@ -92,7 +92,7 @@ def server(one: PoolProcess) -> PoolProcess:
 
 @pytest.fixture
 def full(server: PoolProcess) -> Iterator[PoolProcess]:
-    """There is no room in its DRAM."""
+    """There is no room in its DRAM. What that takes is written to its disk too, which is large enough to keep all of it."""
     with umbp.connect(server.socket) as holder, all_leased(holder, SIZE):
         yield server
 
@@ -392,7 +392,8 @@ def test_a_read_that_does_not_come_back_is_left_behind(full: PoolProcess, monkey
         space = open_namespace(client, SIZE)
         try:
             out = np.zeros((COUNT, SIZE), np.uint8)
-            eventually(lambda: space.get(KEYS, out, deadline=0.5) and straight._stuck.count, "one is left behind")
+            why = lambda: f"one is left behind: {client._link.files}, {client.status()['ssd']}"  # noqa: E731
+            eventually(lambda: space.get(KEYS, out, deadline=0.5) and straight._stuck.count, why)
             before = out.copy()
             nothing_is_held(client)
             assert read_back(space, range(COUNT), 30.0).all(HIT), "by way of the pool"

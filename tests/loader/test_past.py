@@ -41,7 +41,7 @@ def cache_of() -> Cache:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolProcess]:
     """Pages 0 to COUNT are on its SSD."""
     folder = tmp_path_factory.mktemp("ssd")
-    with PoolProcess("--ssd", f"{folder}:128MiB", "--ssd-admission", "always", dram="16MiB") as made:
+    with PoolProcess("--ssd", f"{folder}:512MiB", "--ssd-admission", "always", dram="16MiB") as made:
         cache, slots = cache_of(), np.arange(1, COUNT + 1)
         with umbp.connect(made.socket) as pool, umbp.Loader(cache.namespace(pool), cache.tensors) as loader:
             cache.write(range(COUNT), slots)

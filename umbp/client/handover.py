@@ -16,7 +16,7 @@ import threading
 from umbp import wire
 from umbp.errors import Unavailable
 
-CONNECT_SECONDS_MAX = 2.0
+CONNECT_SECONDS_MAX = 5.0  # once it was not made it is not tried again: no less than a busy machine needs
 KEPT_MAX = 128
 FD_BYTES = socket.CMSG_LEN(array.array("i").itemsize)
 
