@@ -89,8 +89,13 @@ class MasterProcess(PoolProcess):
         self.ready = {}
         self._log = self.folder / "log"
         self._process = None
-        where = ["--name", self.name, "--http", f"127.0.0.1:{free_port()}", "--keys-max", "200000"]
+        where = ["--name", self.name, *(() if "--http" in options else ("--http", f"127.0.0.1:{free_port()}")), "--keys-max", "200000"]
         self.command = [sys.executable, "-m", "umbp.master", *where, *timing, *options]
+
+    @property
+    def http(self) -> str:
+        """Its base URL, also before it is started: the port is chosen by then."""
+        return f"http://{self.command[self.command.index('--http') + 1]}"
 
     def pool(self, *options: str, dram: str = "16MiB") -> PoolProcess:
         """A pool of this master, not started yet."""

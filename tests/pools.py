@@ -11,6 +11,7 @@ Each one has a name, a socket and a folder in shared memory of its own, so any n
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,6 +33,10 @@ START_SECONDS_MAX = 120.0
 STOP_SECONDS_MAX = 30.0
 # Runs what follows, to be killed by the kernel when the thread that started it is gone: a test run that is killed leaves no pool behind.
 TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+# Nobody here speaks TLS, and a tenth of the start of a process is what the certificates of this machine take to be read.
+NO_TLS = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}
 
 
 class PoolProcess:
@@ -54,7 +60,7 @@ class PoolProcess:
         try:
             self.start()
         except BaseException:
-            self._remove()
+            self.remove()
             raise
         return self
 
@@ -62,7 +68,7 @@ class PoolProcess:
         try:
             self.stop()
         finally:
-            self._remove()
+            self.remove()
 
     def __repr__(self) -> str:
         return f"<PoolProcess {self.name} {'running' if self.alive else 'stopped'} at {self.socket}>"
@@ -100,11 +106,19 @@ class PoolProcess:
 
     def start(self) -> None:
         """Start and wait for the ready line."""
+        self.launch()
+        self.await_ready()
+
+    def launch(self) -> None:
+        """Start, and do not wait: `await_ready` does."""
         assert not self.alive
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("UMBP_")}
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("UMBP_")} | NO_TLS
         with self._log.open("ab") as log:
             tied = [sys.executable, "-I", "-S", "-c", TIED, *self.command]
             self._process = subprocess.Popen(tied, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environ)
+
+    def await_ready(self) -> None:
+        """Until it is."""
         try:
             self.ready = json.loads(self._first_line().removeprefix(self.said))
         except BaseException:
@@ -165,6 +179,20 @@ class PoolProcess:
         assert line.startswith(self.said), line
         return line
 
-    def _remove(self) -> None:
+    def remove(self) -> None:
+        """Its files; it is stopped."""
         for folder in (self.folder, self.shm_dir):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def together(*processes: PoolProcess) -> Iterator[None]:
+    """All of these, started at the same time: starting one keeps one processor busy."""
+    with contextlib.ExitStack() as stack:
+        for process in processes:
+            stack.callback(process.remove)
+            stack.callback(process.stop)
+            process.launch()
+        for process in processes:
+            process.await_ready()
+        yield

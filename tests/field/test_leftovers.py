@@ -81,4 +81,4 @@ def test_a_stop_while_memory_is_faulted_in_is_quick_and_leaves_nothing() -> None
         assert not list(Path(pool.shm_dir).glob("*.segment"))
         assert not os.path.exists(pool.socket)
     finally:
-        pool._remove()
+        pool.remove()

@@ -10,6 +10,7 @@ import pytest
 import umbp
 from tests.field.people import within
 from tests.masters import MasterProcess, until
+from tests.pools import together
 from umbp.types import WriteStatus
 
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
@@ -19,7 +20,7 @@ from tests.loader.caches import Cache, keys_of, slots_for
 @pytest.fixture(scope="module")
 def world() -> Any:
     """A master and two of its pools."""
-    with MasterProcess() as master, master.pool() as a, master.pool() as b:
+    with together(master := MasterProcess(), a := master.pool(), b := master.pool()):
         master.synced(a, b)
         yield master, a, b
 

@@ -12,7 +12,7 @@ import pytest
 import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, keys_of, put
 from tests.masters import MasterProcess, call, metric, metrics, reported, until
-from tests.pools import PoolProcess
+from tests.pools import PoolProcess, together
 from umbp.layout import Namespace
 
 NAMESPACE = Namespace(**IDENTITY).digest().hex()
@@ -29,7 +29,7 @@ def master() -> Iterator[MasterProcess]:
 
 @pytest.fixture(scope="module")
 def pair(master: MasterProcess) -> Iterator[tuple[PoolProcess, PoolProcess]]:
-    with master.pool() as a, master.pool() as b:
+    with together(a := master.pool(), b := master.pool()):
         master.synced(a, b)
         yield a, b
 
@@ -37,7 +37,7 @@ def pair(master: MasterProcess) -> Iterator[tuple[PoolProcess, PoolProcess]]:
 @pytest.fixture(scope="module")
 def tight(master: MasterProcess) -> Iterator[tuple[PoolProcess, PoolProcess]]:
     """A small pool that is soon full, and a large one."""
-    with master.pool(dram="4MiB") as full, master.pool(dram="64MiB") as roomy:
+    with together(full := master.pool(dram="4MiB"), roomy := master.pool(dram="64MiB")):
         master.synced(full, roomy)
         yield full, roomy
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ import pytest
 import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, put
 from tests.masters import DEAD_AFTER, HEARTBEAT, MasterProcess, call, free_port, reported, until
-from tests.pools import PoolProcess
+from tests.pools import PoolProcess, together
 from umbp.core.sweeps import chained
 from umbp.grammar import parse_address
 from umbp.layout import Namespace
@@ -34,16 +34,18 @@ def master() -> Iterator[MasterProcess]:
 @pytest.fixture(scope="module")
 def both(master: MasterProcess) -> Iterator[tuple[PoolProcess, PoolProcess]]:
     """Two pools for whoever leaves them as they were: running, with whatever they hold."""
-    with master.pool() as a, master.pool() as b:
+    with together(a := master.pool(), b := master.pool()):
         yield a, b
 
 
 @pytest.fixture
 def pools(master: MasterProcess, both: tuple[PoolProcess, PoolProcess]) -> tuple[PoolProcess, PoolProcess]:
     """They, known to the master; a test that failed may have left one dead."""
-    for pool in both:
-        if not pool.alive:
-            pool.start()
+    gone = [pool for pool in both if not pool.alive]
+    for pool in gone:
+        pool.launch()
+    for pool in gone:
+        pool.await_ready()
     master.synced(*both)
     return both
 
@@ -96,28 +98,6 @@ def test_a_master_killed_and_restarted_under_load_knows_all_again(master: Master
     until(lambda: master.states()[a.name] == "alive")
 
 
-def test_a_frozen_master_delays_nobody_and_expires_nobody_when_it_goes_on(
-    master: MasterProcess, pools: tuple[PoolProcess, PoolProcess]
-) -> None:
-    a, b = pools
-    keys = put(a, 4)
-    until(lambda: master.locations(bytes(keys[0])))
-    load = Load(a)
-    load.start()
-    registered = a.log().count("member of the cluster")
-    master.signal(signal.SIGSTOP)
-    rounds = load.rounds
-    time.sleep(DEAD_AFTER + 0.6)  # all silent for longer than the dead are
-    until(lambda: load.rounds > rounds + 20)  # no call waits for the master
-    assert b.stop() == 0  # within the time that the harness gives: nobody waits for ever for a master that does not answer
-    master.signal(signal.SIGCONT)
-    until(lambda: master.states()[a.name] == "alive")
-    load.stop()
-    assert not load.faults
-    assert a.log().count("member of the cluster") == registered
-    assert master.locations(bytes(keys[0])) == {(a.name, "dram")}
-
-
 def test_a_frozen_pool_is_expired_and_comes_back_by_itself_with_its_keys(
     master: MasterProcess, pools: tuple[PoolProcess, PoolProcess]
 ) -> None:
@@ -140,22 +120,48 @@ def test_a_frozen_pool_is_expired_and_comes_back_by_itself_with_its_keys(
     until(lambda: master.states()[a.name] == "alive")
 
 
-def test_an_idle_pool_and_a_busy_one_are_never_expired(master: MasterProcess, pools: tuple[PoolProcess, PoolProcess]) -> None:
-    a, _ = pools
-    died = master.log().count(f"{a.name} dead")
-    with master.pool("--checksum", "put", dram="64MiB") as b:
-        master.synced(a, b)
-        big = {**IDENTITY, "layout": umbp.Layout.opaque(1 << 20)}
-        client = umbp.connect(b.socket)
-        space = client.namespace(**big)
+AHEAD = [shutil.which("unshare") or "unshare", "--time", "--monotonic", "172800", "--boottime", "172800"]  # two days
+
+
+def died(master: MasterProcess, *pools: PoolProcess) -> list[int]:
+    """How often the master has taken each for dead."""
+    return [master.log().count(f"{pool.name} dead") for pool in pools]
+
+
+@pytest.fixture(scope="module")
+def expired(master: MasterProcess, both: tuple[PoolProcess, PoolProcess]) -> dict[str, int]:
+    """How often an idle pool, a busy one and one with another clock were taken for dead while more than `DEAD_AFTER` passed."""
+    idle, busy, ahead = both[0], master.pool("--checksum", "put", dram="64MiB"), master.pool()
+    ahead.command = [*AHEAD, *ahead.command]
+    may = not subprocess.run([*AHEAD, "true"], capture_output=True, check=False).returncode if shutil.which("unshare") else False
+    every = {"idle": idle, "busy": busy} | ({"ahead": ahead} if may else {})
+    with together(*(pool for name, pool in every.items() if name != "idle")):
+        master.synced(*every.values())
+        before = died(master, *every.values())
+        keys = put(every.get("ahead", idle), 21)
+        until(lambda: master.locations(bytes(keys[0])))
+        client = umbp.connect(busy.socket)
+        space = client.namespace(**{**IDENTITY, "layout": umbp.Layout.opaque(1 << 20)})
         over = time.monotonic() + 1.3 * DEAD_AFTER
         number = 0
         while time.monotonic() < over:  # evictions and checksums all the time
             number += 1
             space.put(umbp.page_keys(np.full(16 * 8, number, np.uint32), page_tokens=16), [bytes(1 << 20)] * 8)
         client.close()
-        until(lambda: [master.states()[pool.name] for pool in (a, b)] == ["alive", "alive"])
-        assert [master.log().count(f"{pool.name} dead") for pool in (a, b)] == [died, 0]
+        until(lambda: {master.states()[pool.name] for pool in every.values()} == {"alive"})
+        times = zip(every, before, died(master, *every.values()), strict=True)
+        return {name: after - earlier for name, earlier, after in times}
+
+
+def test_an_idle_pool_and_a_busy_one_are_never_expired(expired: dict[str, int]) -> None:
+    assert (expired["idle"], expired["busy"]) == (0, 0)
+
+
+def test_clocks_that_differ_do_no_harm(expired: dict[str, int]) -> None:
+    """The pool runs in a time namespace, two days ahead of the master."""
+    if "ahead" not in expired:
+        pytest.skip("no time namespaces here: unshare --time is refused")
+    assert expired["ahead"] == 0
 
 
 def test_a_pool_that_restarts_faster_than_a_heartbeat_is_known_with_what_it_has_now(
@@ -188,15 +194,13 @@ def test_a_pool_that_is_killed_is_gone_in_time_and_one_that_stops_at_once(
     assert master.states()[a.name] == "dead"  # a clean stop is said, not waited for
     until(lambda: master.states()[b.name] == "dead")
     assert not master.locations(bytes(keys[0]))
-    for pool in pools:
-        pool.start()
 
 
 def test_a_wrong_address_is_found_out_and_not_used(master: MasterProcess, pools: tuple[PoolProcess, PoolProcess]) -> None:
     right, _ = pools
-    with (
-        master.pool("--advertise", f"127.0.0.1:{free_port()}") as nowhere,
-        master.pool("--advertise", right.http.removeprefix("http://")) as somebody,
+    with together(
+        nowhere := master.pool("--advertise", f"127.0.0.1:{free_port()}"),
+        somebody := master.pool("--advertise", right.http.removeprefix("http://")),
     ):
         until(lambda: "cannot be reached" in master.nodes()[nowhere.name]["why"])
         until(lambda: "somebody else" in master.nodes()[somebody.name]["why"])
@@ -263,13 +267,15 @@ def test_a_node_with_a_million_keys_expires_without_anybody_waiting() -> None:
         assert slowest < 1.0
 
 
-def backlog(master: MasterProcess, a: PoolProcess, seconds: float) -> None:
+def backlog(master: MasterProcess, a: PoolProcess, seconds: float, meanwhile: Callable[[], object] = lambda: None) -> None:
     """Stop a pool's master for so long, with an engine at work: all that happened is known then, and nobody was taken for dead."""
-    died, joins = master.log().count(f"{a.name} dead"), reported(a, "joins")
+    before, joins = died(master, a), reported(a, "joins")
     load = Load(a)
     load.start()
     master.signal(signal.SIGSTOP)
-    over = time.monotonic() + seconds
+    rounds, over = load.rounds, time.monotonic() + seconds
+    until(lambda: load.rounds > rounds + 20)  # no call waits for the master
+    meanwhile()
     while time.monotonic() < over:
         time.sleep(0.1)
         assert a.alive
@@ -281,14 +287,17 @@ def backlog(master: MasterProcess, a: PoolProcess, seconds: float) -> None:
     until(lambda: master.nodes()[a.name]["tiers"][0]["keys"] == stored())
     until(lambda: master.get("/v1/cluster")["keys"] >= stored())
     assert not load.faults
-    assert master.log().count(f"{a.name} dead") == died
+    assert died(master, a) == before
     assert reported(a, "joins") == joins
 
 
-def test_the_backlog_of_a_pause_is_worked_off_and_nobody_is_taken_for_dead(
+def test_a_frozen_master_delays_nobody_and_when_it_goes_on_the_backlog_is_worked_off_and_nobody_taken_for_dead(
     master: MasterProcess, pools: tuple[PoolProcess, PoolProcess]
 ) -> None:
-    backlog(master, pools[0], DEAD_AFTER + 0.6)
+    a, b = pools
+    stopped: list[int] = []
+    backlog(master, a, DEAD_AFTER + 0.6, lambda: stopped.append(b.stop()))
+    assert stopped == [0]  # in the time that the harness gives: nobody waits for ever for a master that does not answer
 
 
 @pytest.mark.slow
@@ -308,7 +317,7 @@ def test_another_master_is_found_when_the_first_one_is_gone(master: MasterProces
 
 def test_ipv6_from_end_to_end() -> None:
     here = ("--http", "[::1]:0")
-    with MasterProcess("--http", f"[::1]:{free_port('::1')}") as master, master.pool(*here) as a, master.pool(*here) as b:
+    with together(master := MasterProcess("--http", f"[::1]:{free_port('::1')}"), a := master.pool(*here), b := master.pool(*here)):
         assert master.http.startswith("http://[::1]:")
         master.synced(a, b)
         keys = put(a, 1)
@@ -318,21 +327,6 @@ def test_ipv6_from_end_to_end() -> None:
         assert client.namespace(**IDENTITY).get(keys, [out], deadline=30.0).all(umbp.ReadStatus.HIT)
         assert bytes(out) == bytes([1]) * PAGE
         client.close()
-
-
-def test_clocks_that_differ_do_no_harm(master: MasterProcess) -> None:
-    """The pool runs in a time namespace, two days ahead of the master."""
-    ahead = [shutil.which("unshare") or "unshare", "--time", "--monotonic", "172800", "--boottime", "172800"]
-    if not shutil.which("unshare") or subprocess.run([*ahead, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("no time namespaces here: unshare --time is refused")
-    a = master.pool()
-    a.command = [*ahead, *a.command]
-    with a:
-        master.synced(a)
-        keys = put(a, 21)
-        until(lambda: master.locations(bytes(keys[0])))
-        time.sleep(1.3 * DEAD_AFTER)
-        assert master.states()[a.name] == "alive"
 
 
 def a_namespace() -> str:

@@ -11,7 +11,7 @@ import pytest
 
 import umbp
 from tests.masters import MasterProcess, call, metric, reported, until
-from tests.pools import PoolProcess
+from tests.pools import PoolProcess, together
 from umbp.layout import Namespace
 
 PAGE = 4096
@@ -37,13 +37,15 @@ def put(pool: PoolProcess, *numbers: int, identity: dict[str, Any] = IDENTITY) -
 @pytest.fixture(scope="module")
 def world() -> Any:
     """A master and two pools."""
-    with MasterProcess() as master, master.pool("--tag", "rack=r12,hw=MI355X") as a, master.pool("--tag", 'rack=r"13') as b:
+    master = MasterProcess()
+    with together(master, a := master.pool("--tag", "rack=r12,hw=MI355X"), b := master.pool("--tag", 'rack=r"13')):
         master.synced(a, b)
         yield master, a, b
 
 
 def test_a_commit_is_told_without_waiting_for_a_heartbeat() -> None:
-    with MasterProcess(timing=("--heartbeat", "60s", "--suspect-after", "180s", "--dead-after", "600s")) as master, master.pool() as a:
+    slow = ("--heartbeat", "60s", "--suspect-after", "180s", "--dead-after", "600s")
+    with MasterProcess(timing=slow) as master, master.pool() as a:  # not together: who comes first tries again after a heartbeat
         master.synced(a)
         beats = reported(a, "beats")
         keys = put(a, 1)

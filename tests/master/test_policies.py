@@ -15,7 +15,7 @@ import pytest
 import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, put
 from tests.masters import MasterProcess, call, until
-from tests.pools import PoolProcess
+from tests.pools import PoolProcess, together
 from umbp.cli.app import main
 from umbp.layout import Namespace
 
@@ -114,7 +114,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[MasterProc
     (information / "entry_points.txt").write_text("\n".join(points))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")])))
-        with MasterProcess("--advice-bandwidth", "0") as master, master.pool() as a, master.pool() as b:
+        with together(master := MasterProcess("--advice-bandwidth", "0"), a := master.pool(), b := master.pool()):
             master.synced(a, b)
             keys = put(a, *range(1, 21))
             until(lambda: master.locations(bytes(keys[-1])))

@@ -17,7 +17,7 @@ import pytest
 import umbp
 from tests.master.test_cluster import IDENTITY, PAGE, put
 from tests.masters import DEAD_AFTER, MasterProcess, call, metrics, reported, until
-from tests.pools import PoolProcess
+from tests.pools import PoolProcess, together
 from tests.redis_process import RedisProcess
 from umbp.errors import ConfigError
 from umbp.layout import Namespace
@@ -49,8 +49,9 @@ class World:
 def world() -> Iterator[World]:
     with ExitStack() as stack:
         store = stack.enter_context(RedisProcess())
-        one, two = (stack.enter_context(MasterProcess("--store", store.url)) for _ in range(2))
-        made = World(store, (one, two), stack.enter_context(of(one, two)), stack.enter_context(of(two)))
+        one, two = (MasterProcess("--store", store.url) for _ in range(2))
+        made = World(store, (one, two), of(one, two), of(two))
+        stack.enter_context(together(one, two, made.a, made.b))
         made.synced()
         yield made
 

@@ -17,7 +17,7 @@ import pytest
 import umbp
 from tests.field.people import eventually, keys_of, open_namespace, read_back, values_of, within
 from tests.masters import call
-from tests.pools import PoolProcess
+from tests.pools import PoolProcess, together
 from tests.signpost import Signpost
 from umbp import ReadStatus, Tier, WriteStatus
 from umbp.types import NOWHERE
@@ -41,9 +41,11 @@ def peered(master: Signpost) -> Iterator[Callable[..., PoolProcess]]:
 
 
 @pytest.fixture(scope="module")
-def pools(peered: Callable[..., PoolProcess]) -> tuple[PoolProcess, PoolProcess, PoolProcess]:
+def pools(master: Signpost) -> Iterator[tuple[PoolProcess, PoolProcess, PoolProcess]]:
     """Three that are not hurt by the tests."""
-    return peered(dram="32MiB"), peered(dram="32MiB"), peered(dram="16MiB")
+    a, b, c = (PoolProcess("--master", master.url, dram=dram) for dram in ("32MiB", "32MiB", "16MiB"))
+    with together(a, b, c):
+        yield a, b, c
 
 
 class Node:

@@ -10,7 +10,7 @@ import pytest
 
 import umbp
 from tests.field.people import eventually, keys_of, open_namespace, read_back, values_of, within
-from tests.pools import PoolProcess
+from tests.pools import PoolProcess, together
 from tests.signpost import Signpost
 from umbp import ReadStatus, WriteStatus
 from umbp.transport import nixl
@@ -40,7 +40,7 @@ def nodes() -> Iterator[Nodes]:
     nixl_too = ("--transport", "nixl")
     with pytest.MonkeyPatch.context() as patch, Signpost() as master:
         patch.setenv("UCX_TLS", "tcp")  # the way that needs the peer's process to take part
-        with PoolProcess(*nixl_too) as a, PoolProcess(*nixl_too, "--master", master.url) as b:
+        with together(a := PoolProcess(*nixl_too), b := PoolProcess(*nixl_too, "--master", master.url)):
             made = Nodes(master, a, b)
             yield made
             for client in made.clients:
