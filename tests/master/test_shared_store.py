@@ -19,9 +19,13 @@ from tests.master.test_cluster import IDENTITY, PAGE, put
 from tests.masters import DEAD_AFTER, MasterProcess, call, metrics, reported, until
 from tests.pools import PoolProcess, together
 from tests.redis_process import RedisProcess
-from umbp.errors import ConfigError
+from umbp.core.master import Master
+from umbp.errors import ConfigError, Unavailable
 from umbp.layout import Namespace
+from umbp.master import protocol as say
 from umbp.master.config import load_master_config
+from umbp.master.following import Follower
+from umbp.master.service import MasterService
 from umbp.master.shared import READ_ENTRIES, SharedLog
 
 
@@ -89,7 +93,7 @@ def test_any_master_answers_for_every_pool(world: World) -> None:
         until(lambda master=master: master.locations(bytes(first[1])) == {(a.name, "dram")})
         until(lambda master=master: master.locations(bytes(second[0])) == {(b.name, "dram")})
         assert route(master, first) == [a.name]
-    assert set(one.get("/v1/cluster")["masters"]) == {one.http, two.http}
+    until(lambda: set(one.get("/v1/cluster")["masters"]) == {one.http, two.http})
     drain(one, b)
     swap(one, "routing", "local_first")
     until(lambda: two.nodes()[b.name]["state"] == "draining" and two.get("/v1/cluster")["policies"]["routing"] == "local_first")
@@ -274,6 +278,25 @@ def test_what_one_master_was_asked_is_hot_at_the_other(world: World) -> None:
     until(lambda: accesses(two) == asked)
     assert accesses(one) == asked  # not told back
     until(lambda: bytes(keys[0]).hex() in {key["key"] for key in two.get("/v1/hot")["keys"]})
+
+
+async def test_a_resync_that_could_not_be_asked_for_is_asked_for_at_once_when_it_can_be(world: World) -> None:
+    """As where a master starts: it follows the others a moment before it is one of them. Asked again in seconds, it would know nothing."""
+    store = SharedLog(world.store.url, lambda: "http://127.0.0.1:1", prefix="alone")
+    service = MasterService(Master(time.monotonic(), boot=1, seed=1, keys_max=100), store=store)
+    service.joined(say.Join(node="a", boot=1, place="p", addresses={}, tiers=[]), 1)
+    follower = Follower(service, store)
+    entered = lambda: [fields[b"k"] for _, fields in world.store("XRANGE", "alone:log", "-", "+")]  # noqa: E731
+    try:
+        with pytest.raises(Unavailable):
+            await follower._ask_if_wanted("a")
+        assert entered() == []
+        await store.attend()
+        await follower._ask_if_wanted("a")
+        await follower._ask_if_wanted("a")
+        assert entered() == [b"resync"]  # and not each time that something is heard
+    finally:
+        await store.close()
 
 
 def test_a_store_that_nobody_listens_at_is_said_and_waited_for() -> None:

@@ -17,6 +17,7 @@ from umbp.config import PoolConfig, SsdFolder
 from umbp.core.objects import LIVE
 from umbp.core.pool import Limits, Pool
 from umbp.layout import Layout, Namespace
+from umbp.pool import ssd
 from umbp.pool.sources import Space
 from umbp.pool.ssd import SsdSide
 from umbp.pool.ssd_queue import WriteQueue
@@ -193,7 +194,8 @@ async def test_a_read_that_is_cancelled_ends_only_when_nothing_writes_any_more(t
             await reading
 
 
-async def test_a_stop_does_not_wait_for_a_disk_that_hangs(tmp_path: Path) -> None:
+async def test_a_stop_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssd, "STOP_SECONDS_MAX", 0.2)  # of each of what is under way
     end = threading.Event()
     async with asyncio.timeout(60.0):
         async with node(tmp_path) as made:

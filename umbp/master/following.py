@@ -188,8 +188,8 @@ class Follower:
         if member is None or member.state == DEAD or not member.wants_resync:
             return
         if now - self._asked.get(node, -ASK_AGAIN_SECONDS) >= ASK_AGAIN_SECONDS:
-            self._asked[node] = now
             await self.store.enter("resync", node, b"")
+            self._asked[node] = now  # not where it could not be entered: the store may be there a moment later
             self._asked = {name: at for name, at in self._asked.items() if now - at < ASK_AGAIN_SECONDS}
 
     def _say(self, what: str) -> None:
