@@ -1,22 +1,24 @@
 """Descriptors that the pool hands to this client: the other end of `umbp.pool.handover`.
 
-Theory of operation. They come by a connection of their own, made when the first one is wanted; where it cannot be made, there are none
-under this bond (`umbp.client.link`). What an answer of the pool speaks of was handed over before that answer, so `take` waits for nothing.
-Several threads may ask: who reads another's descriptor keeps it for him. Of those that nobody asks for, because their answer was lost, the
-first go when there are too many.
+Theory of operation. They come by a connection of their own, made when the first one is wanted; where it cannot be made, there are none for
+a while, and where the pool closes it none under this bond (`umbp.client.link`). What an answer of the pool speaks of was handed over before
+that answer, so `take` waits for nothing. Several threads may ask: who reads another's descriptor keeps it for him. Of those that nobody
+asks for, because their answer was lost, the first go when there are too many.
 """
 
 from __future__ import annotations
 
 import array
+import math
 import os
 import socket
 import threading
+import time
 
 from umbp import wire
 from umbp.errors import Unavailable
 
-CONNECT_SECONDS_MAX = 5.0  # once it was not made it is not tried again: no less than a busy machine needs
+CONNECT_SECONDS_MAX, RETRY_SECONDS = 5.0, 10.0
 KEPT_MAX = 128
 FD_BYTES = socket.CMSG_LEN(array.array("i").itemsize)
 
@@ -28,15 +30,17 @@ class Handover:
         self._lock, self._opening = threading.Lock(), threading.Lock()
         self._bond: object = None
         self._socket: socket.socket | None = None
+        self._retry_at = math.inf  # where the pool did not answer; what it has closed is not made again
         self._kept: dict[tuple[int, int], int] = {}
 
     def __repr__(self) -> str:
         return f"<Handover {'open' if self._socket else 'closed'}, {len(self._kept)} descriptors>"
 
     def is_open(self, bond: object) -> bool | None:
-        """Whether there is the connection of this bond; None: that was not tried yet."""
+        """Whether there is the connection of this bond; None: that was not tried yet, or not for a while."""
         with self._lock:
-            return self._socket is not None if self._bond is bond else None
+            known = self._bond is bond and (self._socket is not None or time.monotonic() < self._retry_at)
+            return self._socket is not None if known else None
 
     def open(self, bond: object, path: str, secret: str) -> bool:
         """Have the connection of this bond; whether there is one. Takes a moment the first time."""
@@ -47,6 +51,7 @@ class Handover:
             try:
                 made = _connect(path, bytes.fromhex(secret))
             except (OSError, Unavailable):
+                self._retry_at = time.monotonic() + RETRY_SECONDS
                 return False
             with self._lock:
                 self._socket = made
@@ -82,7 +87,7 @@ class Handover:
     def _forget(self, bond: object) -> None:
         with self._lock:
             made, kept = self._socket, self._kept
-            self._socket, self._kept, self._bond = None, {}, bond
+            self._socket, self._kept, self._bond, self._retry_at = None, {}, bond, math.inf
         for fd in kept.values():
             os.close(fd)
         if made is not None:
