@@ -119,14 +119,16 @@ class Fetched(Message, frozen=True, tag="fetched"):
 class Errand(Message, frozen=True, tag="errand"):
     """What has been ordered of a peer, on a connection that was handed over as the ``number``-th `PEER_LINE`; 0: nothing was.
 
-    It is to be there within ``seconds``. Arrays: offsets i64[n], in the order of the keys: where a page belongs in the segment's data, in
-    memory of ``reservation``; `ALONE`: nowhere but to the client; `NOBODY` has it; `NOT_NOW`: it was not ordered.
+    It is to be there within ``seconds``, after ``skip`` bytes that are of no interest. Arrays: offsets i64[n], in the order of the keys:
+    where a page belongs in the segment's data, in memory of ``reservation``; `ALONE`: nowhere but to the client; `NOBODY` has it;
+    `NOT_NOW`: it was not ordered.
     """
 
     number: int
     reservation: int
     n: int
     seconds: float
+    skip: int = 0
 
 
 class Prefetched(Message, frozen=True, tag="prefetched"):

@@ -47,6 +47,15 @@ class Rows:
         """One row's bytes."""
         return self.array(index).data
 
+    def block(self, start: int, stop: int) -> U8 | None:
+        """Rows from ``start`` to ``stop`` as one, ((stop - start) * size,), where they lie side by side."""
+        if self._matrix is None or stop <= start:
+            return None
+        if self._order is None:
+            return self._matrix[start:stop].reshape(-1)
+        order = self._order[start:stop]
+        return self._matrix[order[0] : order[-1] + 1].reshape(-1) if (order[1:] - order[:-1] == 1).all() else None
+
     def only(self, which: I64) -> Rows:
         """These rows, numbered from 0."""
         return Rows(self._matrix, self._list, which if self._order is None else self._order[which])

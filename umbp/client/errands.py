@@ -76,7 +76,7 @@ def _run(operations: Operations, bond: Bond, reply: wire.Errand, offsets: I64, r
     incoming: Incoming | None = None
     try:
         if (fd := link.handover.take(bond, wire.PEER_LINE, reply.number)) is not None:
-            incoming = Incoming(fd, bond.data, offsets, operations.object_bytes, rows.array, deadline)
+            incoming = Incoming(fd, bond.data, offsets, operations.object_bytes, rows, deadline, reply.skip)
             status, sums = incoming.status, incoming.sums
 
             def step() -> bool:

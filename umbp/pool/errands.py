@@ -194,21 +194,22 @@ class Errands:
             return nothing
         same = [at for at, (_, other) in enumerate(offers) if other.place == offer.place]
         which = np.flatnonzero(np.isin(places, same))[: self._pages_max(asked.space)]
-        if not way[0].has_line(way[1]):
-            try:
-                async with asyncio.timeout(max(0.0, until - fetching.now())):
-                    await way[0].connect(way[1], until)
-            except (OSError, TimeoutError):
-                return nothing
-        account, hand = self._account_or_none(asked.message), self.handovers.of(asked.session)
-        if account is None or hand is None or not self._new(account, asked.keys) or self._way(offer) is None:
-            return nothing
-        if (line := self._order(asked, way, which)) is None:
-            return nothing
-        try:
-            return self._hand_over(fetching.now(), asked, hand, offer, which, way, line, offsets)
-        finally:
-            fetching.pool.settle()
+        for _ in range(2):  # a kept connection may prove broken
+            if not way[0].has_line(way[1]):
+                try:
+                    async with asyncio.timeout(max(0.0, until - fetching.now())):
+                        await way[0].connect(way[1], until)
+                except (OSError, TimeoutError):
+                    break
+            account, hand = self._account_or_none(asked.message), self.handovers.of(asked.session)
+            if account is None or hand is None or not self._new(account, asked.keys) or self._way(offer) is None:
+                break
+            if (line := self._order(asked, way, which)) is not None:
+                try:
+                    return self._hand_over(fetching.now(), asked, hand, offer, which, way, line, offsets)
+                finally:
+                    fetching.pool.settle()
+        return nothing
 
     def _hand_over(
         self, now: float, asked: Asked, hand: Handover, offer: Offer, which: I64, way: tuple[HttpTransport, Peer], line: Line, offsets: I64
@@ -233,7 +234,7 @@ class Errands:
         self.open[number] = Errand(asked.session, space, offer, way, line, mine, reservation, now, asked.deadline)
         self._at[offer.place] += 1
         self.given += 1
-        return wire.encode(wire.Errand(number, reservation, len(offsets), asked.deadline - now), offsets)
+        return wire.encode(wire.Errand(number, reservation, len(offsets), asked.deadline - now, line.owed), offsets)
 
     def _learn(self, errand: Errand, message: wire.EndErrand, status: U8, now: float) -> None:
         """What an errand that has ended says of its peer."""

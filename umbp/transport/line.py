@@ -55,12 +55,8 @@ class Line:
         self._limited = {socket.SO_RCVTIMEO: float("inf"), socket.SO_SNDTIMEO: float("inf")}
 
     def post(self, data: bytes) -> bool:
-        """Send all of it at once, after what is still owed was read; False where that would have to wait, or the other end is gone."""
+        """Send all of it at once; False where that would have to wait, or the other end is gone. What is owed comes before the answer."""
         try:
-            while self.owed:
-                if not (got := self._socket.recv(self.owed, socket.MSG_DONTWAIT)):
-                    return False
-                self.owed -= len(got)
             return self._socket.send(data, socket.MSG_DONTWAIT) == len(data)
         except OSError:
             return False
