@@ -130,7 +130,7 @@ def died(master: MasterProcess, *pools: PoolProcess) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expired(master: MasterProcess, both: tuple[PoolProcess, PoolProcess]) -> dict[str, int]:
-    """How often an idle pool, a busy one and one with another clock were taken for dead while more than `DEAD_AFTER` passed."""
+    """How often an idle pool, a busy one and one with another clock were taken for dead while more than `DEAD_AFTER` passed: KV-15."""
     idle, busy, ahead = both[0], master.pool("--checksum", "put", dram="64MiB"), master.pool()
     ahead.command = [*AHEAD, *ahead.command]
     may = not subprocess.run([*AHEAD, "true"], capture_output=True, check=False).returncode if shutil.which("unshare") else False
