@@ -26,7 +26,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"core", "store", "admin"}),
     frozenset({"transport"}),
     frozenset({"client", "sim", "master"}),
-    frozenset({"pool", "loader", "doctor", "replay"}),
+    frozenset({"pool", "loader", "doctor", "replay", "per_node"}),
     frozenset({"cli", "integrations"}),
 )
 # The one step sideways: the index is arrays and arithmetic, so the pure pool writes it; it is held pure like the core.

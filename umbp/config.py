@@ -72,6 +72,11 @@ def default_socket(name: str, environ: Mapping[str, str]) -> str:
     return os.path.join(runtime_dir(environ), f"{name}.sock")
 
 
+def near_pool(name: str, node: int) -> str:
+    """The name of the pool of a NUMA node, where there is one on each (`umbp.per_node`)."""
+    return f"{name}-numa{node}"
+
+
 # -- the table of options ----------------------------------------------------------------------------------------------------------
 
 

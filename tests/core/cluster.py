@@ -41,6 +41,7 @@ class Node:
         self.totals: dict[tuple[int, int], int] = {}  # (sweep, piece) -> sum with it
         self.used = 0
         self.advice: list[Any] = []
+        self.place = f"place of {name}"
 
     @property
     def member(self) -> Member:
@@ -49,7 +50,7 @@ class Node:
     def join(self) -> Node:
         tiers = {DRAM: (self.capacity, self.used), SSD: (100 * GIB, 0)}
         addresses = {"http": f"{self.name}:7411"}
-        member = self.cluster.master.join(self.cluster.now, self.name, self.boot, f"place of {self.name}", addresses, tiers)
+        member = self.cluster.master.join(self.cluster.now, self.name, self.boot, self.place, addresses, tiers)
         self.registration, self.number = member.registration, 0
         return self
 
@@ -116,13 +117,17 @@ class Node:
 
 
 class Cluster:
-    """The master, its nodes and the time."""
+    """The master, its nodes and the time. ``machines``: on which one some of the nodes are; the others are on one of their own each."""
 
-    def __init__(self, *names: str, **options: Any) -> None:
+    def __init__(self, *names: str, machines: dict[str, str] | None = None, **options: Any) -> None:
         self.now = 1000.0
         self.options = options
         self.master = self._master(1)
-        self.nodes = {name: Node(self, name).join() for name in names}
+        self.nodes = {name: Node(self, name) for name in names}
+        for name, machine in (machines or {}).items():
+            self.nodes[name].place = f"{machine}:7:9:{name}"  # as a pool says it: kernel, folder, name
+        for node in self.nodes.values():
+            node.join()
 
     def __getitem__(self, name: str) -> Node:
         return self.nodes[name]

@@ -10,6 +10,9 @@ Which other one is the placement policy's choice, among those that are not nearl
 asked about new pages too (`arrived`), and they are copied to the node that it names, which then has the lasting copy. The writer's own,
 made in its node's memory before anybody was asked, is a spare one from then on, and the first to go when that node fills up.
 
+Where the replication policy is `NUMA`, new and hot pages are copied to the other pools of the machine that has them, full ones too: their
+own policies make the room, as for what their clients put. Both copies are lasting ones.
+
 And one that nodes ask: of the pages that a nearly full node is about to let go, which does the eviction policy want kept (`judge`)?
 
 Cost: a slice of `SLICE_ROWS` a tick, about 1 ms; 10 M keys are seen once a minute at twenty ticks a second.
@@ -18,6 +21,7 @@ Cost: a slice of `SLICE_ROWS` a tick, about 1 ms; 10 M keys are seen once a minu
 from __future__ import annotations
 
 from collections import deque
+from itertools import permutations
 from typing import TypeAlias
 
 import numpy as np
@@ -27,8 +31,9 @@ from umbp.core.choices import Choices
 from umbp.core.directory import Directory, Locations
 from umbp.core.membership import ALIVE, DRAINING, Member, Membership
 from umbp.core.placement import Placement
-from umbp.policies.base import PLACEMENT
+from umbp.policies.base import PLACEMENT, REPLICATION
 from umbp.policies.cluster import GO, EvictView, FillView, HotView
+from umbp.policies.replication import NUMA
 from umbp.types import F64, I64, U64, Mask, Tier
 
 SLICE_ROWS = 4096
@@ -98,6 +103,15 @@ class Advisor:
         full = names["cluster_eviction"] != "none" and any(self._share(member) >= NEARLY_FULL for member in nodes)
         return wanted or full or any(member.state == DRAINING for member in nodes)
 
+    @property
+    def places_arrivals(self) -> bool:
+        """Whether new pages may have to go elsewhere too."""
+        return self.choices.names[PLACEMENT] != LOCAL or self._numa
+
+    @property
+    def _numa(self) -> bool:
+        return self.choices.names[REPLICATION] == NUMA
+
     def arrived(self, node: str, rows: I64) -> None:
         """Pages that were not there before have come to this node's memory; -1 for what the directory had no room for."""
         if len(rows):
@@ -152,6 +166,11 @@ class Advisor:
         hot = np.flatnonzero((heat >= HEAT_MIN) & holds.any(1))
         if not len(hot):
             return
+        if self._numa:
+            wishes: _Wishes = {}
+            self._beside(rows, holds, hot[np.argsort(-heat[hot], kind="stable")], nodes, wishes)
+            self._copies(now, wishes, nodes)
+            return
         copies = holds[hot].sum(1)
         wanted = self.choices.copies(self.hot_view(rows[hot], copies, heat[hot], len(nodes)))
         lacking = hot[wanted > copies]
@@ -197,7 +216,7 @@ class Advisor:
         if not self._arrivals or now - self._placed_at < ARRIVALS_SECONDS:
             return
         self._placed_at = now
-        if self.choices.names[PLACEMENT] == LOCAL or len(nodes) < 2:
+        if not self.places_arrivals or len(nodes) < 2:
             self._arrivals.clear()
             self._arrived = 0
             return
@@ -214,6 +233,10 @@ class Advisor:
             holds = self._holding(self.directory.locations(rows), nodes, len(rows))
             if node not in names:
                 continue
+            if self._numa:
+                budget -= self._beside(rows, holds, np.flatnonzero(holds[:, names[node]]), nodes, wishes)
+            if self.choices.names[PLACEMENT] == LOCAL:
+                continue
             alone = np.flatnonzero(holds[:, names[node]] & (holds.sum(1) == 1))
             takers = self._takers(now, rows[alone], holds[alone] & False, nodes, requester=node)
             sizes = self._sizes(rows[alone])
@@ -224,6 +247,19 @@ class Advisor:
         self._copies(now, wishes, nodes)
 
     # -- inside ------------------------------------------------------------------------------------------------------------------------
+
+    def _beside(self, rows: I64, holds: Mask, which: I64, nodes: list[Member], wishes: _Wishes) -> int:
+        """Wish for copies of some of these rows at the pools of the same machine that lack them; their bytes."""
+        wished, sizes = 0, self._sizes(rows[which])
+        for source, taker in permutations(range(len(nodes)), 2):
+            if nodes[source].machine != nodes[taker].machine or nodes[taker].state != ALIVE:
+                continue
+            lacking = holds[which, source] & ~holds[which, taker]
+            if lacking.any():
+                pages = list(zip(rows[which[lacking]].tolist(), sizes[lacking].tolist(), strict=True))
+                wishes.setdefault((source, taker), []).extend(pages)
+                wished += int(sizes[lacking].sum())
+        return wished
 
     def _copy_elsewhere(self, now: float, rows: I64, holds: Mask, which: I64, nodes: list[Member]) -> None:
         """Have some of these rows, the dearest first, copied to a node that has them not yet."""

@@ -33,7 +33,7 @@ from math import inf
 import numpy as np
 
 from umbp.core.advice import Ledger
-from umbp.core.advisor import LOCAL, Advisor
+from umbp.core.advisor import Advisor
 from umbp.core.choices import Choices
 from umbp.core.costs import Costs
 from umbp.core.directory import Directory
@@ -45,7 +45,7 @@ from umbp.core.plans import NOTHING, Plan
 from umbp.core.sweeps import Sweep, Verdict
 from umbp.core.uses import Uses
 from umbp.errors import NotFound
-from umbp.policies.base import PLACEMENT, ROUTING
+from umbp.policies.base import ROUTING
 from umbp.policies.cluster import RouteView
 from umbp.types import F64, I64, U8, U32, U64, Tier
 
@@ -245,7 +245,7 @@ class Master:
         holders = np.repeat(np.array([part.member.holder for part in parts], np.uint32), [len(part.words) for part in parts])
         tiers, present = np.concatenate([part.tiers for part in parts]), np.concatenate([part.present for part in parts]) != 0
         self.directory.change(now, words, spaces, holders, tiers, present)
-        if self.choices.names[PLACEMENT] != LOCAL:
+        if self.advisor.places_arrivals:
             for part in parts:
                 if part.fresh:
                     came = (part.present != 0) & (part.tiers == Tier.DRAM)

@@ -114,6 +114,12 @@ class Member:
     def __repr__(self) -> str:
         return f"<Member {self.node} {self.state}, registration {self.registration}>"
 
+    @property
+    def machine(self) -> str:
+        """What pools of one machine have in common: the kernel's boot id, with which a place begins, as pools say it; or else nothing."""
+        kernel, _, rest = self.place.partition(":")
+        return kernel if rest else self.node
+
     def usable(self, now: float) -> bool:
         """Whether others should fetch from it."""
         return self.state in (ALIVE, DRAINING) and now >= self.avoid_until and not self.unreachable

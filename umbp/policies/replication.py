@@ -4,6 +4,9 @@
 requester's time. A copy more for each doubling of the heat above `HEAT_OF_SECOND`. Because a key names its whole prefix, the pages of a hot
 prefix are all at least as hot as its end, and are copied with it.
 
+`numa`: every page gets a copy at the other pools of its machine, which are one a NUMA node (`umbp.per_node`): as soon as it has come, and
+again while it is asked for. Which nodes those are is the master's to know; the policy's word is that two copies are not one too many.
+
 `even_fill`: where one node is about to evict while another has room, pages are copied from the first to the second before they are lost.
 How much a second all of this may move is the master's rule, not the policy's.
 """
@@ -16,6 +19,7 @@ from umbp.policies.base import REBALANCING, REPLICATION, register
 from umbp.policies.cluster import FillView, HotView
 from umbp.types import I64
 
+NUMA = "numa"  # copies go to pools of the same machine, and to no others
 HEAT_OF_SECOND = 8.0
 COPIES_MAX = 8
 FULL_SHARE, ROOM_SHARE = 0.90, 0.70
@@ -48,6 +52,18 @@ class HotPrefixes:
         limit = min(COPIES_MAX, max(1, view.nodes))
         limited: I64 = np.minimum(wanted, limit)
         return limited
+
+
+@register(REPLICATION, NUMA)
+class NumaCopies:
+    """Two copies of everything, where there are two nodes."""
+
+    def __repr__(self) -> str:
+        return "<NumaCopies>"
+
+    def copies(self, view: HotView) -> I64:
+        """Whatever the heat."""
+        return np.full(len(view.heat), min(2, max(1, view.nodes)), np.int64)
 
 
 @register(REBALANCING, "none")
