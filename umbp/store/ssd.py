@@ -189,11 +189,11 @@ class SsdTier:
             sums[which] = self.catalog.whole[found.ids[which]]
         where = self.catalog.where(place, found, which)
         status[which] = ReadStatus.BUSY
-        parts: dict[Drive, list[Part]] = {}
+        parts, may = dict[Drive, list[Part]](), {drive: drive.may_read(now) for drive in self.drives}
         for run in runs(where.pages):
             file = self.catalog.files[int(where.pages.files[run[0]])]
             drive = self.ledger.drive_of[id(file)]
-            if drive.may_read(now):
+            if may[drive]:
                 file.readers += 1
                 parts.setdefault(drive, []).append((file, run))
         jobs: list[Job] = []

@@ -1,4 +1,4 @@
-"""The process that moves the bytes of one disk: it reads, writes and sums what its pool tells it to, in the segment that both have mapped.
+"""The process that moves the bytes of one disk: it reads and writes what its pool tells it to, in the segment that both have mapped.
 
 See `umbp.store.ssd_hands` for why, and for what holds when either of the two dies. It is forked before its pool has threads, knows nothing
 but descriptors and places, decides nothing, and ends when the pool is gone: by the signal that the kernel sends it then, and by the end of
@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from umbp.store.checksums import checksums
 from umbp.store.memory import Mapping
 from umbp.store.ssd_orders import (
     AREA,
@@ -31,10 +30,8 @@ from umbp.store.ssd_orders import (
     KNOW,
     MESSAGE_BYTES_MAX,
     READ,
-    SUM,
     TAKE,
     WRITE,
-    decode_objects,
     decode_records,
     decode_runs,
     encode_written,
@@ -98,8 +95,6 @@ class Server:
                 self._read(count, number, body)
             elif kind == WRITE:
                 self._write(count, number, body)
-            elif kind == SUM:
-                self._readers.submit(_or_die, self._sum, count, number, body)
 
     def _take(self, body: memoryview, fds: list[int]) -> None:
         offset, size = AREA.unpack(body)
@@ -131,10 +126,6 @@ class Server:
 
         for at, record in enumerate(decode_records(body, count, self._view, self._files)):
             self._writers.submit(_or_die, one, at, record)
-
-    def _sum(self, count: int, number: int, body: memoryview) -> None:
-        assert self._mapping is not None, "told to sum before there is memory"
-        self._answer(SUM, count, number, checksums(self._mapping.array, *decode_objects(body)).data)
 
 
 def _or_die(call: Callable[..., None], *arguments: Any) -> None:

@@ -8,7 +8,6 @@ its number, which the answer repeats. Memory is named by its offset in the segme
     FORGET  numbers of descriptors                                   answered when they are closed
     READ    runs of pages (`RUN`), then each page (`ASKED`)          answer: a code of `ssd_reads` a page
     WRITE   records (`RECORD`), then each body (`BODY`)              answer: `WROTE` a record, then `ssd_format.PAGE` of what was written
-    SUM     objects (`SUMMED`)                                       answer: a checksum each, 8 bytes
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import numpy as np
 from umbp.store.ssd_format import PAGE
 from umbp.store.ssd_reads import Pages, Run
 from umbp.store.ssd_records import Draft, Record, SegmentFile
-from umbp.types import I64, U8, U64
+from umbp.types import I64, U8
 
-TAKE, KNOW, FORGET, READ, WRITE, SUM = range(1, 7)
+TAKE, KNOW, FORGET, READ, WRITE = range(1, 6)
 HEAD = struct.Struct("<IIQ")  # kind, count, number
 AREA = struct.Struct("<QQ")  # offset and bytes of the pages in the segment's file
 DESCRIPTOR = struct.Struct("<i")
@@ -44,7 +43,6 @@ RECORD = np.dtype(
 )
 BODY = np.dtype([("key", "V32"), ("whole", "<u8"), ("offset", "<i8")])
 WROTE = np.dtype([("errno", "<i4"), ("pages", "<u4")])
-SUMMED = np.dtype([("offset", "<i8"), ("size", "<i8")])
 Buffers = list[Any]
 
 
@@ -157,27 +155,6 @@ def decode_written(body: memoryview, count: int) -> list[Any]:
     pages = pages.copy()
     each = zip(wrote["errno"].tolist(), split(wrote["pages"].tolist()), strict=True)
     return [OSError(number, os.strerror(number)) if number else pages[part] for number, part in each]
-
-
-# -- sums --------------------------------------------------------------------------------------------------------------------------
-
-
-def encode_objects(offsets: I64, sizes: I64) -> Buffers:
-    """Body of an order."""
-    asked = np.empty(len(offsets), SUMMED)
-    asked["offset"], asked["size"] = offsets, sizes
-    return [asked.data]
-
-
-def decode_objects(body: memoryview) -> tuple[I64, I64]:
-    """The other way: offsets and sizes."""
-    asked = np.frombuffer(body, SUMMED)
-    return asked["offset"], asked["size"]
-
-
-def decode_sums(body: memoryview) -> U64:
-    """Answer: a checksum each."""
-    return np.frombuffer(body, np.uint64).copy()
 
 
 def _bodies(view: memoryview, offsets: I64, size: int) -> list[memoryview]:
