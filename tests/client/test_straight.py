@@ -391,7 +391,7 @@ def test_a_read_that_does_not_come_back_is_left_behind(full: PoolProcess, monkey
     with umbp.connect(full.socket) as client:
         space = open_namespace(client, SIZE)
         try:
-            out = np.zeros((COUNT, SIZE), np.uint8)
+            out = space.empty(COUNT + 1).reshape(-1)[64 : 64 + COUNT * SIZE].reshape(COUNT, SIZE)  # never as direct I/O wants it
             why = lambda: f"one is left behind: {client._link.files}, {client.status()['ssd']}"  # noqa: E731
             eventually(lambda: space.get(KEYS, out, deadline=0.5) and straight._stuck.count, why)
             before = out.copy()
