@@ -289,6 +289,15 @@ def test_a_peer_that_stops_sending_costs_the_deadline_and_no_more(nodes: tuple[N
     eventually(lambda: b.get(*range(PAGES)).all(HIT), "it is asked again when it is well")
 
 
+def test_a_client_in_a_hurry_is_no_reason_to_avoid_a_node(nodes: tuple[Node, Node], held: Cable, master: Signpost) -> None:
+    _, b = nodes
+    master.failed.clear()
+    assert b.get(*range(PAGES), deadline=0.15).where(HIT).sum() < PAGES
+    held.free()
+    eventually(lambda: b.get(*range(PAGES)).all(HIT), "others have them")
+    assert not master.failed  # of which this get would have waited for the end, before it asked who has the pages
+
+
 def test_a_damaged_page_is_not_shown_to_anybody(nodes: tuple[Node, Node], master: Signpost) -> None:
     a, b = nodes
     a.store(*range(PAGES))

@@ -90,7 +90,8 @@ def _run(operations: Operations, bond: Bond, reply: wire.Errand, offsets: I64, r
             raise
         why = _reason(error)
     except (UmbpError, OSError) as error:
-        why = _reason(error)
+        if not (isinstance(error, TimeoutError) and incoming is not None and incoming.sends):
+            why = _reason(error)
     finally:
         if incoming is not None:
             answered, owed = incoming.answered, incoming.owed

@@ -41,7 +41,7 @@ from umbp.pool.fetching import FIRST_SHARE, READ_SECONDS_MAX, READS_MAX, Fetchin
 from umbp.pool.handover import Handover, Handovers
 from umbp.pool.parts import names
 from umbp.pool.peers import Peers
-from umbp.pool.places import READS_PER_PLACE
+from umbp.pool.places import READS_PER_PLACE, SUSPECT_FROM_SECONDS
 from umbp.pool.sources import Offer, Space
 from umbp.store.index import hashes, key_words
 from umbp.transport.base import GRANT_BYTES_MAX, Peer
@@ -242,7 +242,8 @@ class Errands:
         hits, missed = (int(np.count_nonzero(status == code.value)) for code in (ReadStatus.HIT, ReadStatus.MISS))
         size_bytes = hits * errand.space.object_bytes
         transport.took_back(peer, errand.line, message.owed, size_bytes)
-        why = message.why if message.answered else ""  # a kept connection may have been closed by then: that says nothing of the peer
+        # A kept connection may have been closed by then, and hardly any time is too little for anybody: that says nothing of the peer.
+        why = message.why if message.answered and errand.deadline - errand.began >= SUSPECT_FROM_SECONDS else ""
         if why:
             self.fetching.places.suspect(errand.offer.place, Unavailable(why))
         assert self.peers is not None

@@ -46,11 +46,11 @@ class PeerReading:
         offsets: I64,
         *,
         pages_max: int,
-        blamed: Callable[[], AbstractContextManager[None]],
+        blamed: Callable[[float], AbstractContextManager[None]],
         told: Callable[[U8, int, float], None],
         over: Callable[[], None],
     ) -> None:
-        """``blamed``: around an order, tells others if the peer fails; ``told``: status, bytes and seconds of one; ``over``: at the end."""
+        """``blamed``: around an order until then, tells who failed; ``told``: status, bytes, seconds of one; ``over``: at the end."""
         self.pages_max = pages_max
         self._transport, self._peer, self._space = transport, peer, space
         self._keys, self._data, self._offsets = keys, data, offsets
@@ -77,7 +77,7 @@ class PeerReading:
             self._growing.came(pages[page], start, stop)
 
         try:
-            with self._blamed():
+            with self._blamed(deadline):
                 came = await self._transport.read_spans(
                     self._peer,
                     space.digest.hex(),

@@ -34,6 +34,7 @@ from umbp.errors import ConfigError, UmbpError, Unavailable
 from umbp.grammar import parse_address
 from umbp.pool.guesses import Guesses
 from umbp.pool.peer_parts import PeerReading
+from umbp.pool.places import SUSPECT_FROM_SECONDS
 from umbp.pool.sources import Offer, Space, Taken
 from umbp.transport.base import Came, Peer, Transport
 from umbp.transport.http import HttpTransport
@@ -146,7 +147,7 @@ class Peers:
             came(which, sums)
 
         try:
-            with self._blaming(run.source.node, space, lambda: some):
+            with self._blaming(run.source.node, space, lambda: some, deadline):
                 transport, peer = self._way(run.source)
                 moved = await transport.read(peer, space.digest.hex(), space.object_bytes, keys, data, offsets, deadline, note)
         finally:
@@ -175,7 +176,7 @@ class Peers:
             data,
             offsets,
             pages_max=max(1, READ_BYTES_MAX // space.object_bytes),  # the peer leases all of a page
-            blamed=lambda: self._blaming(run.source.node, space, lambda: reading.some),
+            blamed=lambda until: self._blaming(run.source.node, space, lambda: reading.some, until),
             told=told,
             over=over,
         )
@@ -198,7 +199,7 @@ class Peers:
         return None
 
     def received(self, space: Space, offer: Offer, status: U8, size_bytes: int, seconds: float, why: str) -> None:
-        """A client has received these pages of an offer, or not; ``why``: what the peer did wrong."""
+        """A client has received these pages of an offer, or not; ``why``: what the peer did wrong, if anything."""
         run, guessed = _run_of(offer)
         if why:
             self._tell(run.source.node, why)
@@ -236,12 +237,16 @@ class Peers:
         return Offer(PLACE + run.source.node, Tier.REMOTE, which, run.seconds, handle, ranged=ranged)
 
     @contextlib.contextmanager
-    def _blaming(self, node: str, space: Space, some: Callable[[], bool]) -> Generator[None]:
-        """Whoever fails inside is told of. ``some``: whether it has brought some of it: then it is slow if it is late, and not gone."""
+    def _blaming(self, node: str, space: Space, some: Callable[[], bool], until: float) -> Generator[None]:
+        """Whoever fails inside is told of. ``some``: whether it has brought some of it: then it is slow if it is late, and not gone.
+
+        Nor is it to blame if there was hardly any time ``until`` then: one client in a hurry would have the whole cluster avoid it.
+        """
+        hurried = until - time.monotonic() < SUSPECT_FROM_SECONDS
         try:
             yield
         except (UmbpError, OSError, TimeoutError) as error:
-            if not (some() and isinstance(error, TimeoutError)):
+            if not (isinstance(error, TimeoutError) and (hurried or some())):
                 self._tell(node, f"{type(error).__name__}: {error}")
             self._guesses.wrong(space.digest.hex())
             raise

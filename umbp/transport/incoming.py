@@ -78,6 +78,11 @@ class Incoming:
     def __repr__(self) -> str:
         return f"<Incoming {self._at} of {len(self._held)} pages{', over' if self.over else ''}>"
 
+    @property
+    def sends(self) -> bool:
+        """Whether the peer has sent a page, or something that waits here: if time is over then, it is slow or this end is, and not gone."""
+        return bool((self.status == ReadStatus.HIT.value).any()) or self._line.has_some
+
     def step(self, seconds: float) -> bool:
         """Receive for about so long, or until it is `over`: that is returned. OSError, TimeoutError, or what the peer refused with."""
         until = time.monotonic() + seconds

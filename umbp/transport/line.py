@@ -38,6 +38,13 @@ class Line:
         poll.register(self._socket.fileno(), select.POLLRDHUP if self.owed else select.POLLIN | select.POLLRDHUP)
         return bool(poll.poll(0))
 
+    @property
+    def has_some(self) -> bool:
+        """Whether something can be received without waiting."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
     @classmethod
     def of(cls, connection: socket.socket) -> Line:
         """One that somebody else has made."""
