@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from umbp.client.buffers import Rows, as_rows
+from umbp.client.buffers import Rows, as_rows, empty_rows
 from umbp.errors import InvalidRequest
 
 SIZE = 64
@@ -161,3 +161,10 @@ def test_neighbouring_rows_of_a_matrix_come_as_one() -> None:
     seen: list[slice] = []
     as_rows(pages(10), SIZE, "values", writable=False).fill(np.array([0, 1, 2, 5, 6, 9]), lambda at, part: seen.append(at))
     assert seen == [slice(0, 3), slice(3, 5), slice(5, 6)]
+
+
+@pytest.mark.parametrize("count", [-1, True, 1.5, "64", None, 1 << 62])
+def test_memory_is_made_for_a_number_of_pages_alone(count: object) -> None:
+    with pytest.raises(InvalidRequest, match=r"count: .*for example: 64"):
+        empty_rows(count, SIZE)  # type: ignore[arg-type]
+    assert empty_rows(np.int64(2), SIZE).shape == (2, SIZE)

@@ -81,7 +81,13 @@ class Rows:
 
 def empty_rows(count: int, size: int) -> U8:
     """(count, size) uint8, zeroed, on a page's boundary: rows that direct I/O takes as they are, if ``size`` is a multiple of 512."""
-    return np.frombuffer(aligned(count * size), np.uint8).reshape(count, size)
+    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 0:
+        raise InvalidRequest(f"{count!r} is not a number of pages", field="count", example="64")
+    try:
+        memory = aligned(int(count) * size)
+    except (OSError, OverflowError) as error:
+        raise InvalidRequest(f"no memory for {count} pages of {size} bytes ({error})", field="count", example="64") from error
+    return np.frombuffer(memory, np.uint8).reshape(count, size)
 
 
 def as_rows(values: Any, size: int, field: str, *, writable: bool) -> Rows:
