@@ -160,6 +160,8 @@ def test_one_command_runs_all_of_it_and_what_is_killed_comes_back_with_its_pages
 
     eventually(back, "the pool is there again with its pages")
     assert call(master + "/v1/nodes")["nodes"][0]["state"] == "alive"
+    per_node.process.kill()
+    per_node.process.communicate(timeout=60)  # until nobody has its standard error any more: all have ended with it
 
 
 def test_a_bad_start_says_why_and_leaves_nothing(tmp_path: Path) -> None:

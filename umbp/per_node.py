@@ -20,18 +20,20 @@ master is started, and that one's policies count.
 
 States: a process that ends is started again, after a second, at the same address; a pool finds its segment and serves the same pages. One
 that ends by itself within its first seconds with status 2 (a bad option, no such memory) ends all. SIGTERM and SIGINT end all. Nothing is
-shared between the processes, so whichever dies, the others serve on.
+shared between the processes, so whichever of them dies, the others serve on. If this one is killed the kernel tells them to stop, as nobody
+would start them again, and the next start would find their sockets in use.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from umbp.config import PoolConfig, default_socket, load_pool_config, near_pool
@@ -41,6 +43,7 @@ from umbp.store.numa import numa_nodes
 
 AGAIN_SECONDS = 1.0
 STOP_SECONDS_MAX = 10.0
+PR_SET_PDEATHSIG = 1
 BAD_START = 2  # the status of a process that could not start as it was told
 GRANULE = 2 << 20
 ADVICE_BANDWIDTH = "4GiB"  # copies are of one machine's memory to the same machine's
@@ -84,7 +87,13 @@ class Child:
         """Until cancelled. ConfigError where it could not start as it was told."""
         while True:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", f"umbp.{self.kind}", *self.command, stdout=asyncio.subprocess.PIPE, env=self.variables
+                sys.executable,
+                "-m",
+                f"umbp.{self.kind}",
+                *self.command,
+                stdout=asyncio.subprocess.PIPE,
+                env=self.variables,
+                preexec_fn=_bound_to(os.getpid()),
             )
             try:
                 assert process.stdout is not None
@@ -99,6 +108,18 @@ class Child:
                 raise ConfigError(f"umbp.{self.kind} did not start", field=self.kind, example="what it has just said")
             print(f"umbp.per_node: umbp.{self.kind} ended ({status}) and is started again", file=sys.stderr, flush=True)
             await asyncio.sleep(AGAIN_SECONDS)
+
+
+def _bound_to(parent: int) -> Callable[[], None]:
+    """For a child before it starts: it is told to stop when its parent is gone, however that ended."""
+    prctl = ctypes.CDLL(None).prctl
+
+    def bind() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before that
+            os._exit(0)
+
+    return bind
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
