@@ -165,6 +165,20 @@ def test_a_page_that_both_want_is_fetched_from_anywhere_and_near_and_far_do_not_
     assert far.status.tolist() == [HIT, MISS]
 
 
+def test_who_came_with_more_time_does_not_fail_with_those_in_a_hurry() -> None:
+    fetches = Fetches()
+    hurried = ask(fetches, 1, 2, 3, deadline=1.1)
+    batch = batch_of(fetches)
+    same, patient = ask(fetches, 1, 2, session=2, deadline=1.1), ask(fetches, 1, 2, 3, session=3, deadline=10.0)
+    assert land(fetches, batch, FAILED, MISS, HIT) == {hurried: [0, 1, 2], same: [0, 1], patient: [1, 2]}
+    assert patient.status.tolist() == [PENDING, MISS, HIT]
+    batch = batch_of(fetches)
+    assert numbers_of(batch) == [1]
+    land(fetches, batch, FAILED)
+    assert patient.status.tolist() == [FAILED, MISS, HIT]  # it had its own time
+    assert fetches.next_batch_or_none() is None
+
+
 @pytest.mark.parametrize(
     ("codes", "state"),
     [
@@ -282,10 +296,10 @@ class Model(RuleBasedStateMachine):
         self.fetches.land(self.now, batch, which, codes)
         for ticket, ended in expected.items():
             for place, code in ended:
-                if code == HIT or batch.far or not ticket.far:
+                if code == HIT or (ticket.deadline <= batch.until or code == MISS if batch.far else not ticket.far):
                     self.told[ticket][place] = code
                 else:
-                    assert ticket.status[place] == PENDING, "it may still be had from far"
+                    assert ticket.status[place] == PENDING, "it may still be had from far, or in more time"
         if whole or len(left) == 1:
             self.flying.remove(batch)
 

@@ -16,6 +16,7 @@ same.
 
 A ticket that is not *far* is for what this node has itself (a peer's order): its pages are fetched from local sources only. A page that
 both kinds want is fetched as a far one; who comes with a far ticket while it is being looked for near by has it queued again if that fails.
+So has who came with more time than those for whom it was begun: a read is given the time that they have, and fails with it.
 
 A ticket is over when none of its keys is PENDING, or at its deadline: then what is not there is BUSY, what is there counts. It stays until
 its session ends it, dies, or its time to fetch the answer is over.
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -123,12 +125,13 @@ class Batch:
     pages: tuple[Page, ...]
     keys: U8  # (n, 32)
     far: bool
+    until: float  # the deadline when it began
     stages: tuple[Ranges, ...] = ()
 
     @property
     def deadline(self) -> float:
         """The last of those who wait for one of them *now*; minus infinity if nobody does."""
-        return max((ticket.deadline for page in self.pages for ticket, _ in page.waiters), default=float("-inf"))
+        return _deadline(self.pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +294,7 @@ class Fetches:
             for ticket, _ in page.waiters:
                 ticket.started = True
         every = np.frombuffer(b"".join([page.key for page in pages]), np.uint8).reshape(-1, 32)
-        return Batch(row, namespace, tuple(pages), every, far, stages)
+        return Batch(row, namespace, tuple(pages), every, far, _deadline(pages), stages)
 
     def land(self, now: float, batch: Batch, which: list[int], status: U8) -> dict[Ticket, list[int]]:
         """These pages of the batch (indices) have come to an end with this status each. Who waited, and for which of them (indices)."""
@@ -305,7 +308,9 @@ class Fetches:
             counts["landed" if code == ReadStatus.HIT else "missed" if code == ReadStatus.MISS else "failed"] += 1
             waiters, page.waiters = page.waiters, []
             if code != ReadStatus.HIT and not batch.far:
-                waiters = self._look_farther(batch, page, waiters)
+                waiters = self._again(batch, page, waiters, lambda ticket: ticket.far)
+            elif code == ReadStatus.FAILED:
+                waiters = self._again(batch, page, waiters, lambda ticket: ticket.deadline > batch.until)
             for ticket, place in waiters:
                 ticket.status[place] = code
                 ticket.left -= 1
@@ -380,15 +385,17 @@ class Fetches:
                     self._urgent[name] = self._idle.pop(name)
         page.waiters.append((ticket, at))
 
-    def _look_farther(self, batch: Batch, page: Page, waiters: list[tuple[Ticket, int]]) -> list[tuple[Ticket, int]]:
-        """A page that was not to be had near by is queued again for those who take it from anywhere; the others."""
-        more = [(ticket, place) for ticket, place in waiters if ticket.far]
+    def _again(
+        self, batch: Batch, page: Page, waiters: list[tuple[Ticket, int]], may: Callable[[Ticket], bool]
+    ) -> list[tuple[Ticket, int]]:
+        """A page that was not to be had is queued again, to come from anywhere, for those who ``may`` have more luck; the others."""
+        more = [(ticket, place) for ticket, place in waiters if may(ticket)]
         if more:
             name = (batch.namespace, page.key)
             urgent = any(ticket.session for ticket, _ in more)
             self.pages[name] = Page(page.key, page.before, urgent, True, waiters=more)
             (self._urgent if urgent else self._idle)[name] = batch.row
-        return [(ticket, place) for ticket, place in waiters if not ticket.far]
+        return [(ticket, place) for ticket, place in waiters if not may(ticket)]
 
     def _drop_waits(self, ticket: Ticket) -> None:
         """Take it off the pages that it waits for; what nobody wants then and has not begun goes."""
@@ -408,3 +415,7 @@ class Fetches:
         gone = [name for name, ticket in self.prefetches.items() if ticket.over_at <= late]
         for name in gone:
             del self.tickets[self.prefetches.pop(name).number]
+
+
+def _deadline(pages: Sequence[Page]) -> float:
+    return max((ticket.deadline for page in pages for ticket, _ in page.waiters), default=float("-inf"))
