@@ -177,6 +177,13 @@ def test_evicting_less_than_asked_for_is_a_failure(stored: umbp.Namespace, run: 
     assert (status, "16 objects" in out, "leased" in out) == (1, True, True)
 
 
+def test_a_namespace_that_cannot_be_one_is_told_what_is_wanted(pool: PoolProcess, run: Run) -> None:
+    status, _, err = run("flush", "nope", "--yes")
+    assert status == 2
+    assert "namespace" in err
+    assert "row number, or 8 or more digits of the digest" in " ".join(err.split())
+
+
 def test_flush_asks_first(stored: umbp.Namespace, pool: PoolProcess, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_of(pool)
     status, _, err = run("flush", row)

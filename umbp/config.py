@@ -133,7 +133,7 @@ def _numa(text: str, field: str) -> Numa:
 
 def _weight(text: str | None, field: str, example: str) -> float:
     if text is not None and not (re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3})?", text.strip()) and float(text) > 0):
-        raise ConfigError(f"{quoted(text)} is not a weight", field=field, example=example)
+        raise ConfigError(f"{quoted(text)} is not a weight, from 0.001 to 999", field=field, example=example)
     return float(text or 1)
 
 

@@ -105,7 +105,7 @@ class Child:
                 await _end(process)
                 raise
             if status == BAD_START and not self.ready.done():
-                raise ConfigError(f"umbp.{self.kind} did not start", field=self.kind, example="what it has just said")
+                raise ConfigError(f"umbp.{self.kind} did not start; above it says why", field=self.kind)
             print(f"umbp.per_node: umbp.{self.kind} ended ({status}) and is started again", file=sys.stderr, flush=True)
             await asyncio.sleep(AGAIN_SECONDS)
 

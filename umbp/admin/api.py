@@ -175,6 +175,8 @@ def _fault(error: msgspec.ValidationError, struct: type[msgspec.Struct]) -> tupl
         return field, f"{field} is missing"
     if text.startswith("Invalid enum value") and (choices := known.get(field, {}).get("enum")):
         text = f"{text.removeprefix('Invalid enum value ')} is none of {', '.join(map(str, choices))}"
+    elif "matching regex" in text and (about := known.get(field, {}).get("description")):
+        text = f"what is wanted: {about}"
     return field, f"{field}: {_cut(text)}" if field else _cut(text)
 
 
