@@ -166,6 +166,7 @@ def test_a_pool_whose_hands_are_killed_does_it_all_by_itself(pool: PoolProcess) 
     assert "Traceback" not in pool.log()
 
 
+@pytest.mark.slow  # as long as a disk may be silent
 def test_hands_that_are_stopped_are_a_stalled_disk_and_nobody_else_waits(pool: PoolProcess) -> None:
     (hands,) = hands_of(pool)
     with connected(pool) as ns:

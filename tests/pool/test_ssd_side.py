@@ -22,6 +22,8 @@ from umbp.pool.sources import Space
 from umbp.pool.ssd import SsdSide
 from umbp.pool.ssd_queue import WriteQueue
 from umbp.pool.ssd_source import SsdSource
+from umbp.store import ssd as store
+from umbp.store import ssd_drive
 from umbp.store.index import IndexWriter, buckets_for, place_word
 from umbp.store.ssd_drive import STALL_SECONDS
 from umbp.store.ssd_system import aligned
@@ -195,7 +197,8 @@ async def test_a_read_that_is_cancelled_ends_only_when_nothing_writes_any_more(t
 
 
 async def test_a_stop_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssd, "STOP_SECONDS_MAX", 0.2)  # of each of what is under way
+    for module, name in ((ssd, "STOP_SECONDS_MAX"), (store, "STOP_SECONDS_MAX"), (ssd_drive, "CLOSE_SECONDS_MAX")):
+        monkeypatch.setattr(module, name, 0.2)
     end = threading.Event()
     async with asyncio.timeout(60.0):
         async with node(tmp_path) as made:

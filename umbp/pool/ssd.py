@@ -21,6 +21,7 @@ What fails stays here: a fault of a disk is a warning in ``/readyz`` and a state
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter, deque
@@ -62,6 +63,7 @@ BATCH_BYTES_MAX = 32 << 20  # held in DRAM while it is written: 20 ms of a fast 
 HELD_SHARE = 8  # and at most one in this many bytes of the pool, over all batches
 BATCH_PAGES_MAX = 256  # 2 ms of the event loop before they are on their way, and 2 ms after
 BATCHES_MORE = 1
+ADMITTED_SHARE = 32  # of the tier at most is admitted at a time
 NOTES_MAX = 512  # of requests whose keys are still to be looked at, some in each; the oldest are forgotten
 NOTE_KEYS, NOTE_REQUESTS = 1024, 4  # are looked at together, and others have their turn: some 0.3 ms
 WATCH_SECONDS = 1.0
@@ -259,10 +261,13 @@ class SsdSide:
 
     def close(self) -> None:
         """After `run` has ended."""
-        self.tier.stop(self.now())
-        self.tier.close()
+        with contextlib.ExitStack() as attended:
+            for hands in self._hands:
+                asyncio.get_running_loop().remove_reader(hands.fileno())
+                attended.enter_context(hands.attended())
+            self.tier.stop(self.now())
+            self.tier.close()
         for hands in self._hands:
-            asyncio.get_running_loop().remove_reader(hands.fileno())
             hands.close()
         self.table.close()
 
@@ -343,14 +348,20 @@ class SsdSide:
             keys = _keys_of(self.pool.table.entries, part)
             absent = ~self.tier.find(place, keys)
             part, keys = part[absent], keys[absent]
-            if len(part):
-                waiting = self.queue.count * int(self.pool.objects.size[part[0]]) / max(1, self.tier.capacity_bytes)
-                fill = min(1.0, self.tier.ledger.fill + waiting)
-                admitted = self.policies.admission.admit(self.now(), self.tier.catalog.prints(place, keys), fill=fill)
-                self.not_admitted += int(np.count_nonzero(~admitted))
-                self.queue.add(part[admitted])
+            # In steps: how full the tier is counts what waits, and one commit, or many that came together, may be more than all of it.
+            step = max(1, self.tier.capacity_bytes // ADMITTED_SHARE // max(1, int(place) >> 32)) if self.tier.capacity_bytes else len(ids)
+            for start in range(0, len(part), step):
+                self._admit(place, part[start : start + step], keys[start : start + step])
         if self.queue.count:
             self._more.set()
+
+    def _admit(self, place: np.uint64, ids: I64, keys: U8) -> None:
+        """Those of these pages, of one place, that the policy wants on SSD wait to be written."""
+        waiting = self.queue.count * (int(place) >> 32) / max(1, self.tier.capacity_bytes)
+        fill = min(1.0, self.tier.ledger.fill + waiting)
+        admitted = self.policies.admission.admit(self.now(), self.tier.catalog.prints(place, keys), fill=fill)
+        self.not_admitted += int(np.count_nonzero(~admitted))
+        self.queue.add(ids[admitted])
 
     def _by_place(self, ids: I64) -> Iterator[tuple[np.uint64, I64]]:
         places = self.pool.table.entries[ids, W_PLACE]

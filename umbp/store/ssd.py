@@ -479,7 +479,9 @@ class SsdTier:
 
     def stop(self, now: float) -> None:
         """Before `close`: seal the files that are being filled, so that the next start need not go through them."""
-        wait([drive.write(now, drive.folder.settle) for drive in self.drives if drive.may_read(now)], STOP_SECONDS_MAX)
+        asked = [drive.write(now, drive.folder.settle) for drive in self.drives if drive.may_read(now)]
+        if wait(asked, STOP_SECONDS_MAX).not_done:
+            log.warning("a disk has not ended its writes in %g s; the next start goes through its last files", STOP_SECONDS_MAX)
 
     def close(self) -> None:
         """Let go of the disks. What is on them stays."""

@@ -31,7 +31,7 @@ Nothing of it outlives what it may touch:
     reserved and its files held, and nothing more is asked.
 
 Who calls: orders come from any thread of the pool, answers are taken by one, `receive`, which the event loop calls when the socket is
-readable. Futures are done there. Sending never waits: where the socket is full the pool's threads do it.
+readable, and at the stop, when the loop itself waits for what is still under way, a thread (`attended`). Futures are done there. Sending never waits: where the socket is full the pool's threads do it.
 
 Cost: an order and its answer are some 0.1 ms of the loop each, for 32 MiB in runs of 4. A process has 2 MB of page tables for each GiB of
 pages that it has touched. Its threads are at nice 10; 19, SCHED_BATCH and other slices of the scheduler were tried and made no difference
@@ -48,7 +48,8 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -82,6 +83,7 @@ from umbp.types import U8
 log = logging.getLogger("umbp.store.ssd")
 ANSWERS_MAX = 8  # taken at a time; then others have their turn
 END_SECONDS_MAX = 2.0
+ATTEND_SECONDS = 0.02  # between two looks whether they are still to be attended
 _T = TypeVar("_T")
 
 
@@ -223,6 +225,24 @@ class Hands:
         for order in orders.values():
             order.do_here()
 
+    @contextlib.contextmanager
+    def attended(self) -> Iterator[None]:
+        """Meanwhile a thread takes the answers: for an event loop that is about to wait for one and takes none itself any more."""
+        over = threading.Event()
+
+        def attend() -> None:
+            while self.alive and not over.is_set():
+                if _readable(self._channel.fileno(), ATTEND_SECONDS):
+                    self.receive()
+
+        thread = threading.Thread(target=attend, name="hands-answers", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     # -- their end ---------------------------------------------------------------------------------------------------------------------
 
     def kill(self) -> None:
@@ -232,7 +252,7 @@ class Hands:
 
     def _until_gone(self) -> None:
         """Nothing that it had open is open any more."""
-        if not select.select([self._pidfd], [], [], END_SECONDS_MAX)[0]:
+        if not _readable(self._pidfd, END_SECONDS_MAX):
             raise OSError(errno.EBUSY, f"process {self.pid}, which served it, does not end")
 
     def close(self) -> None:
@@ -269,6 +289,12 @@ def share(hands: Sequence[Hands], segment: Segment, lock: OwnerLock) -> None:
     """All of them `take` it."""
     for each in hands:
         each.take(segment, lock)
+
+
+def _readable(fd: int, seconds_max: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(seconds_max * 1000))
 
 
 def _futures(things: Sequence[Any]) -> list[Future[Any]]:
