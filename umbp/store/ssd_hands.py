@@ -31,7 +31,8 @@ Nothing of it outlives what it may touch:
     reserved and its files held, and nothing more is asked.
 
 Who calls: orders come from any thread of the pool, answers are taken by one, `receive`, which the event loop calls when the socket is
-readable, and at the stop, when the loop itself waits for what is still under way, a thread (`attended`). Futures are done there. Sending never waits: where the socket is full the pool's threads do it.
+readable, and at the stop, when the loop itself waits for what is still under way, a thread (`attended`). Futures are done there. Sending
+never waits: where the socket is full the pool's threads do it.
 
 Cost: an order and its answer are some 0.1 ms of the loop each, for 32 MiB in runs of 4. A process has 2 MB of page tables for each GiB of
 pages that it has touched. Its threads are at nice 10; 19, SCHED_BATCH and other slices of the scheduler were tried and made no difference
