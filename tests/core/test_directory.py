@@ -301,7 +301,7 @@ class Model:
 
 
 @pytest.mark.parametrize("few", [0, keytable.FEW])  # none one by one, or all that are left over
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(script=st.lists(steps, max_size=60))
 @example(script=[("begin", 0), ("add", 0, [0], 0, 2), ("settle", 0), ("begin", 0)])  # a second resync before the sweep came round
 def test_any_order_of_changes_gives_what_sets_would(few: int, script: list[Any]) -> None:

@@ -143,7 +143,7 @@ def test_pool_filled_with_one_size_then_emptied_takes_another(first: int) -> Non
         assert pool.status()["largest_free_run_bytes"] == capacity
 
 
-@pytest.mark.parametrize("seconds", [3.0, pytest.param(60.0, marks=SLOW)])
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(60.0, marks=SLOW)])
 def test_random_mix_of_sizes_is_never_refused(seconds: float) -> None:
     chance = random.Random(17)
     sizes = [256, 1000, 4096, 20_000, 65_536, 300_000, MIB, 3 * MIB + 5, 12 * MIB]

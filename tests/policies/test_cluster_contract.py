@@ -58,7 +58,7 @@ def view(held: list[list[int]], **columns: Any) -> RouteView:
 
 
 @pytest.mark.parametrize("name", base.names(ROUTING))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shown=route_views())
 def test_every_page_that_is_held_is_routed_to_a_holder(name: str, shown: RouteView) -> None:
     policy = base.build(ROUTING, name)
@@ -120,7 +120,7 @@ def test_random_takes_each_holder_by_its_share_of_the_draws() -> None:
     assert base.build(ROUTING, "random").choose(drawn).tolist() == [0, 0, 2, 2]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 3000), st.lists(st.tuples(st.floats(0, 5), st.floats(1e-6, 1.0)), min_size=1, max_size=8))
 def test_poured_pages_are_all_there_and_no_single_source_would_be_faster(pages: int, columns: list[tuple[float, float]]) -> None:
     start, page = np.array([c[0] for c in columns]), np.array([c[1] for c in columns])
@@ -152,7 +152,7 @@ def place_views(draw: st.DrawFn) -> PlaceView:
 
 
 @pytest.mark.parametrize("name", base.names(PLACEMENT))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shown=place_views())
 def test_no_node_is_given_more_than_it_has_room_for_and_no_room_is_refused(name: str, shown: PlaceView) -> None:
     policy = base.build(PLACEMENT, name)

@@ -40,7 +40,7 @@ def peeked(policy: Any, live: set[int], kept: set[int], count: int) -> list[int]
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(script=st.lists(calls, max_size=30))
 def test_any_order_of_calls_keeps_the_live_set(name: str, script: list[Any]) -> None:
     policy = base.find(EVICTION, name)(CAPACITY)

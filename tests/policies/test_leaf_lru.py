@@ -29,7 +29,7 @@ def dumb_leaf_order(stamp: dict[int, int], parent: dict[int, int], count: int) -
 
 
 @LEAF_FIRST
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32), count=st.integers(1, CAPACITY))
 def test_no_child_is_left_without_its_parent(kind: type[LeafLru] | type[Lrfu], seed: int, count: int) -> None:
     """Random trees, grown from random pages whether or not these were asked for before, with evictions in between."""
@@ -59,7 +59,7 @@ def test_no_child_is_left_without_its_parent(kind: type[LeafLru] | type[Lrfu], s
         del parent[page]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_with_whole_chains_requested_it_equals_a_dumb_heap_of_leaves(seed: int) -> None:
     dice = random.Random(seed)

@@ -34,7 +34,7 @@ class DumbLru:
             self.order.pop(page, None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     script=st.lists(
         st.one_of(

@@ -186,6 +186,7 @@ def test_hands_that_are_stopped_are_a_stalled_disk_and_nobody_else_waits(pool: P
     assert "Traceback" not in pool.log()
 
 
+@pytest.mark.slow  # each of what a stop waits for has its time
 def test_stopped_hands_keep_no_pool_from_its_end(pool: PoolProcess) -> None:
     (hands,) = hands_of(pool)
     with connected(pool) as ns:
