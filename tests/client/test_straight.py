@@ -45,28 +45,19 @@ def served(folder: Path, *options: str, size: str = "512MiB") -> Iterator[PoolPr
 
 
 def store(pool: PoolProcess, size: int = SIZE) -> None:
-    """Have pages 0 to COUNT on its SSD."""
+    """Have pages 0 to COUNT on its SSD: put again where the disk had no file free, as others were still being let go of."""
     with umbp.connect(pool.socket) as client:
         space = open_namespace(client, size)
         look = space.operations.look(KEYS)
 
-        def put_all() -> None:
-            space.remove(KEYS)
-            assert space.put(KEYS, values_of(range(COUNT), size)).all(WriteStatus.STORED)
-
         def written() -> bool:
-            """Also where the disk had no file free at that moment, as others were still being let go of: such a page is not written."""
-            if space.operations.on_ssd(look, KEYS).all():
-                return True
-            found = client.status()
-            if not found["ssd"]["waiting"] and not found["leased_bytes"] and not space.operations.on_ssd(look, KEYS).all():
-                put_all()
-            return False
+            found, there = client.status(), bool(space.operations.on_ssd(look, KEYS).all())
+            if not (there or found["ssd"]["waiting"] or found["leased_bytes"]):
+                space.remove(KEYS)
+                assert space.put(KEYS, values_of(range(COUNT), size)).all(WriteStatus.STORED)
+            return there and not found["leased_bytes"]
 
-        if not space.operations.on_ssd(look, KEYS).all():
-            put_all()
-            eventually(written, "they are on SSD")
-        eventually(lambda: client.status()["leased_bytes"] == 0, "the pool does not hold them any more, to write them")
+        eventually(written, "they are on SSD, and not held any more to be written")
 
 
 def without_dram(pool: PoolProcess, *options: str) -> None:
@@ -368,9 +359,8 @@ def test_pages_of_a_file_that_was_cut_fail(server: PoolProcess) -> None:
     with umbp.connect(server.socket) as holder, umbp.connect(server.socket) as client, all_leased(holder, SIZE):
         space = open_namespace(client, SIZE)
 
-        def unread() -> int:
-            found = client.status()["ssd"]
-            return int(found["unreadable_keys"] + found["damaged_keys"])  # it may have been written on, behind a hole
+        def unread() -> int:  # damaged: it may have been written on, behind a hole
+            return sum(client.status()["ssd"][what] for what in ("unreadable_keys", "damaged_keys"))
 
         before = unread()
         codes = read_back(space, range(COUNT), 30.0).codes
@@ -405,8 +395,7 @@ def test_a_read_that_does_not_come_back_is_left_behind(full: PoolProcess, monkey
         space = open_namespace(client, SIZE)
         try:
             out = space.empty(COUNT + 1).reshape(-1)[64 : 64 + COUNT * SIZE].reshape(COUNT, SIZE)  # never as direct I/O wants it
-            why = lambda: f"one is left behind: {client._link.files}, {client.status()['ssd']}"  # noqa: E731
-            eventually(lambda: space.get(KEYS, out, deadline=0.5) and straight._stuck.count, why)
+            eventually(lambda: space.get(KEYS, out, deadline=0.5) and straight._stuck.count, "one is left behind")
             before = out.copy()
             nothing_is_held(client)
             assert read_back(space, range(COUNT), 30.0).all(HIT), "by way of the pool"
