@@ -28,22 +28,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from umbp.config import PoolConfig, default_socket, load_pool_config, near_pool
 from umbp.errors import ConfigError, UmbpError
-from umbp.machine import auto_dram
+from umbp.machine import auto_dram, end_with
 from umbp.store.numa import numa_nodes
 
 AGAIN_SECONDS = 1.0
 STOP_SECONDS_MAX = 10.0
-PR_SET_PDEATHSIG = 1
 BAD_START = 2  # the status of a process that could not start as it was told
 GRANULE = 2 << 20
 ADVICE_BANDWIDTH = "4GiB"  # copies are of one machine's memory to the same machine's
@@ -93,7 +92,7 @@ class Child:
                 *self.command,
                 stdout=asyncio.subprocess.PIPE,
                 env=self.variables,
-                preexec_fn=_bound_to(os.getpid()),
+                preexec_fn=partial(end_with, os.getpid(), signal.SIGTERM),
             )
             try:
                 assert process.stdout is not None
@@ -108,18 +107,6 @@ class Child:
                 raise ConfigError(f"umbp.{self.kind} did not start; above it says why", field=self.kind)
             print(f"umbp.per_node: umbp.{self.kind} ended ({status}) and is started again", file=sys.stderr, flush=True)
             await asyncio.sleep(AGAIN_SECONDS)
-
-
-def _bound_to(parent: int) -> Callable[[], None]:
-    """For a child before it starts: it is told to stop when its parent is gone, however that ended."""
-    prctl = ctypes.CDLL(None).prctl
-
-    def bind() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before that
-            os._exit(0)
-
-    return bind
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

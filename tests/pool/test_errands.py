@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
-import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 
 import umbp
+from tests.cable import HeldCable
 from tests.field.people import IDENTITY, Child, all_leased, bytes_of, eventually, keys_of, open_namespace, read_back, values_of
 from tests.masters import metric
 from tests.pools import PoolProcess
@@ -28,48 +28,6 @@ PAGES = 16
 PATIENCE = 60.0
 SHORT = 2.0  # of reads that are to fail
 HIT, MISS, BUSY, FAILED = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.BUSY, ReadStatus.FAILED
-
-
-class Cable:
-    """Between readers and a pool: lets so many bytes come to the readers and then no more, until it is `free`."""
-
-    def __init__(self, pool: PoolProcess, size_bytes: int) -> None:
-        host, port = str(pool.ready["http"]).rsplit(":", 1)
-        self._pool, self._left, self._ends = (host, int(port)), size_bytes, []
-        self.held, self._free = threading.Event(), threading.Event()
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._door.getsockname()[1]}"
-        threading.Thread(target=self._open, daemon=True).start()
-
-    def free(self) -> None:
-        self._free.set()
-
-    def close(self) -> None:
-        self.free()
-        for end in (self._door, *self._ends):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def _open(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                reader, pool = self._door.accept()[0], socket.create_connection(self._pool)
-                self._ends += [reader, pool]
-                for source, sink, counted in ((reader, pool, False), (pool, reader, True)):
-                    threading.Thread(target=self._pass, args=(source, sink, counted), daemon=True).start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(64 << 10):
-                sink.sendall(data)
-                self._left -= len(data) * counted
-                if counted and self._left <= 0:
-                    self.held.set()
-                    self._free.wait()
-        for end in (source, sink):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
 
 
 class Node:
@@ -120,11 +78,11 @@ def nodes(pools: tuple[PoolProcess, PoolProcess], request: pytest.FixtureRequest
 
 
 @pytest.fixture
-def held(nodes: tuple[Node, Node], master: Signpost) -> Iterator[Cable]:
+def held(nodes: tuple[Node, Node], master: Signpost) -> Iterator[HeldCable]:
     """The pages 0 to 15 are on the first node, behind a cable that lets a third of them through and holds the rest."""
     a, _ = nodes
     a.store(*range(PAGES))
-    cable = Cable(a.pool, PAGES * SIZE // 3)
+    cable = HeldCable(a.pool, PAGES * SIZE // 3)
     master.add(a.pool, a.space, keys_of(*range(PAGES)), addresses={"http": cable.address})
     yield cable
     cable.close()
@@ -231,7 +189,7 @@ def test_a_client_that_is_handed_nothing_fetches_as_ever(nodes: tuple[Node, Node
 # -- bad days ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_others_who_want_the_same_wait_for_it(nodes: tuple[Node, Node], held: Cable) -> None:
+def test_others_who_want_the_same_wait_for_it(nodes: tuple[Node, Node], held: HeldCable) -> None:
     a, b = nodes
     granted, before = metric(a.pool, "umbp_granted_pages_total"), b.errands
     with Child(read_in_child, b.pool.socket, b.tenant, PATIENCE) as child:
@@ -251,7 +209,7 @@ def test_others_who_want_the_same_wait_for_it(nodes: tuple[Node, Node], held: Ca
     assert b.errands == before + 1
 
 
-def test_a_client_that_is_killed_leaves_nothing(nodes: tuple[Node, Node], held: Cable, master: Signpost) -> None:
+def test_a_client_that_is_killed_leaves_nothing(nodes: tuple[Node, Node], held: HeldCable, master: Signpost) -> None:
     a, b = nodes
     with Child(read_in_child, b.pool.socket, b.tenant, PATIENCE) as child:
         assert child.hear() == "ready"
@@ -262,7 +220,7 @@ def test_a_client_that_is_killed_leaves_nothing(nodes: tuple[Node, Node], held: 
     eventually(lambda: b.get(*range(PAGES)).all(HIT), "they are had by others")
 
 
-def test_a_client_that_is_stopped_keeps_its_memory_and_nothing_else(nodes: tuple[Node, Node], held: Cable, master: Signpost) -> None:
+def test_a_client_that_is_stopped_keeps_its_memory_and_nothing_else(nodes: tuple[Node, Node], held: HeldCable, master: Signpost) -> None:
     a, b = nodes
     with Child(read_in_child, b.pool.socket, b.tenant, SHORT) as child:
         assert child.hear() == "ready"
@@ -280,7 +238,7 @@ def test_a_client_that_is_stopped_keeps_its_memory_and_nothing_else(nodes: tuple
     assert b.get(*range(PAGES), deadline=0).all(HIT)  # what others had is right
 
 
-def test_a_peer_that_stops_sending_costs_the_deadline_and_no_more(nodes: tuple[Node, Node], held: Cable, master: Signpost) -> None:
+def test_a_peer_that_stops_sending_costs_the_deadline_and_no_more(nodes: tuple[Node, Node], held: HeldCable, master: Signpost) -> None:
     a, b = nodes
     statuses = b.get(*range(PAGES), deadline=SHORT)
     assert held.held.is_set()
@@ -289,7 +247,7 @@ def test_a_peer_that_stops_sending_costs_the_deadline_and_no_more(nodes: tuple[N
     eventually(lambda: b.get(*range(PAGES)).all(HIT), "it is asked again when it is well")
 
 
-def test_a_client_in_a_hurry_is_no_reason_to_avoid_a_node(nodes: tuple[Node, Node], held: Cable, master: Signpost) -> None:
+def test_a_client_in_a_hurry_is_no_reason_to_avoid_a_node(nodes: tuple[Node, Node], held: HeldCable, master: Signpost) -> None:
     _, b = nodes
     master.failed.clear()
     assert b.get(*range(PAGES), deadline=0.15).where(HIT).sum() < PAGES
@@ -326,7 +284,7 @@ def damage(node: Node, number: int) -> None:
 
 
 @pytest.mark.parametrize("cancel", [True, False], ids=["cancelled", "pool gone"])
-async def test_a_get_that_ends_early_leaves_nothing(nodes: tuple[Node, Node], held: Cable, master: Signpost, cancel: bool) -> None:
+async def test_a_get_that_ends_early_leaves_nothing(nodes: tuple[Node, Node], held: HeldCable, master: Signpost, cancel: bool) -> None:
     a, b = nodes
     pool = await umbp.connect_async(b.pool.socket)
     space = await pool.namespace(**{**IDENTITY, "layout": Layout.opaque(SIZE), "tenant": b.tenant})
@@ -347,7 +305,7 @@ async def test_a_get_that_ends_early_leaves_nothing(nodes: tuple[Node, Node], he
     await pool.close()
 
 
-def test_flushed_pages_are_not_shown(nodes: tuple[Node, Node], held: Cable) -> None:
+def test_flushed_pages_are_not_shown(nodes: tuple[Node, Node], held: HeldCable) -> None:
     _, b = nodes
     results: list[Any] = []
     reader = threading.Thread(target=lambda: results.append(b.get(*range(PAGES))))

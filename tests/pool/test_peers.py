@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import umbp
+from tests.cable import Cable
 from tests.field.people import eventually, keys_of, open_namespace, read_back, values_of, within
 from tests.masters import call
 from tests.pools import PoolProcess, together
@@ -243,44 +244,6 @@ def test_a_killed_peer_costs_its_pages_and_little_time(nodes: tuple[Node, Node],
     for number in range(100):
         assert b.get(number, deadline=2.0).all(MISS, FAILED)
     assert time.monotonic() - began < 60.0  # where each took its deadline it would be 200 s
-
-
-class Cable:
-    """Between readers and a pool; torn when so many bytes have come to the readers. Nobody connects any more then."""
-
-    def __init__(self, pool: PoolProcess, size_bytes: int) -> None:
-        host, port = str(pool.ready["http"]).rsplit(":", 1)
-        self._pool, self._left, self._ends = (host, int(port)), size_bytes, []
-        self._door = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._door.getsockname()[1]}"
-        threading.Thread(target=self._open, daemon=True).start()
-
-    @property
-    def torn(self) -> bool:
-        return self._left <= 0
-
-    def tear(self) -> None:
-        for end in (self._door, *self._ends):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def _open(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                reader, pool = self._door.accept()[0], socket.create_connection(self._pool)
-                self._ends += [reader, pool]
-                for source, sink, counted in ((reader, pool, False), (pool, reader, True)):
-                    threading.Thread(target=self._pass, args=(source, sink, counted), daemon=True).start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket, counted: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(64 << 10):
-                sink.sendall(data)
-                self._left -= len(data) * counted
-                if self.torn:
-                    break
-        self.tear()
 
 
 def test_a_peer_that_is_lost_in_the_middle_costs_nothing_where_another_has_its_pages(

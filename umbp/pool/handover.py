@@ -120,7 +120,7 @@ class Handover(asyncio.Protocol):
             self._transport.abort()
 
     def give(self, kind: int, number: int, fd: int) -> bool:
-        """Handover over this descriptor, which stays the caller's too; False if that is not possible now."""
+        """Hand over this descriptor, which stays the caller's too; False if that is not possible now."""
         if self._socket is None:
             return False
         tag = wire.TAG.pack(kind, number)

@@ -41,10 +41,13 @@ def signer(path: str) -> int:
 
 def is_alive(pid: int) -> bool:
     """Whether there is such a process that has not ended; of process 0, which nobody has signed as, nothing is known: yes."""
-    if not pid:
-        return True
+    return not pid or stat_fields(pid)[:1] not in ([], [b"Z"], [b"X"])
+
+
+def stat_fields(pid: int) -> list[bytes]:
+    """What the kernel says of a process, from its state on (field 3 of proc(5)); nothing if there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rsplit(b")", 1)[1].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
+            return file.read().rsplit(b")", 1)[1].split()
+    except (OSError, IndexError):
+        return []

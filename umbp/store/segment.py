@@ -37,7 +37,7 @@ import numpy as np
 from umbp.errors import Conflict, OutOfMemory, SegmentError
 from umbp.store.bell import WORDS, Bell
 from umbp.store.index import BUCKET_SLOTS, ENTRY_WORDS, IndexReader, IndexWriter, buckets_for
-from umbp.store.locks import lock_patiently, signer
+from umbp.store.locks import lock_patiently, signer, stat_fields
 from umbp.store.memory import HUGE_BYTES, Mapping
 from umbp.types import U64
 
@@ -319,9 +319,8 @@ def _flock(kind: int, holder: int) -> bytes:
 def process_started(pid: int) -> int:
     """Start time of a process in clock ticks since boot; 0 if there is none. With the pid it names a process for good."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rsplit(b")", 1)[1].split()[19])
-    except (OSError, IndexError, ValueError):
+        return int(stat_fields(pid)[19])
+    except (IndexError, ValueError):
         return 0
 
 

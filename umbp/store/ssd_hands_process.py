@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from umbp.machine import end_with
 from umbp.store.memory import Mapping
 from umbp.store.ssd_orders import (
     AREA,
@@ -42,7 +43,7 @@ from umbp.store.ssd_system import READERS, WRITERS, System, Workers
 
 NICE = 10  # it yields to the pool's loop and its clients, and still gets a tenth of a processor that they leave no moment free
 FDS_MAX = 2  # beside one order
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_NAME = 15
 
 
 class Parts:
@@ -149,11 +150,8 @@ def serve(channel: socket.socket, parent: int) -> None:
 
 
 def _prepare(channel: socket.socket, parent: int) -> None:
-    prctl = ctypes.CDLL(None).prctl
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before that
-        os._exit(0)
-    prctl(PR_SET_NAME, b"umbp-hands")
+    end_with(parent, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_NAME, b"umbp-hands")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # to all of a terminal, or a service: the pool stops, and ends us
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):

@@ -35,13 +35,14 @@ from msgspec import Meta
 from umbp.core.stages import RANGES_MAX, Ranges, runs
 from umbp.errors import ProtocolError
 from umbp.grammar import Address
-from umbp.types import I64, U8, U64, Mask
+from umbp.types import I64, U8, U64, Mask, ReadStatus
 from umbp.wire import BATCH_MAX, Message, decode
 
 GRANT_SECONDS_MAX = 30.0
 GRANT_BYTES_MAX = 256 << 20  # what is more than this in an order is answered as not held, but for one page
 PAGES_PATH = "/v1/pages"
 FRAME_TYPE = "application/x-umbp-frame"
+RECEIPT = b"\x06"
 
 Digest: TypeAlias = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 
@@ -87,6 +88,12 @@ class Held:
     versions: U64
     agent: str
     base: int
+
+    def codes(self, whole: Mask, sums: U64) -> U8:
+        """`ReadStatus` of what is held: ``whole`` (m,) is what the peer said to the receipt, ``sums`` (m,) are of the bytes that came."""
+        right = (self.sums == 0) | (self.sums == sums)
+        made: U8 = np.where(whole & right, ReadStatus.HIT, np.where(whole, ReadStatus.FAILED, ReadStatus.MISS)).astype(np.uint8)
+        return made
 
 
 _orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)

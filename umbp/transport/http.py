@@ -34,7 +34,20 @@ from umbp import wire
 from umbp.core.stages import Ranges, runs
 from umbp.errors import DeadlineExceeded, ProtocolError, Unavailable, from_wire
 from umbp.grammar import Address
-from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Came, Held, Moved, Order, PartCame, Parted, Peer, decode_granted
+from umbp.transport.base import (
+    FRAME_TYPE,
+    GRANT_SECONDS_MAX,
+    PAGES_PATH,
+    RECEIPT,
+    Came,
+    Held,
+    Moved,
+    Order,
+    PartCame,
+    Parted,
+    Peer,
+    decode_granted,
+)
 from umbp.transport.line import Line, pour
 from umbp.types import I64, U8, U64, Mask, ReadStatus
 
@@ -267,7 +280,7 @@ class Receive:
         granted, rest = self._granted(line, rest)
         offsets = self._offsets[granted.held]
         sums = self.receive(line, rest, granted, offsets)
-        line.send(b"\x06", self.deadline)
+        line.send(RECEIPT, self.deadline)
         line.owed = len(offsets)
         if self.compared and granted.sums.all() and (sums == granted.sums).all():
             # These are the bytes that the peer has under these keys, whatever became of them there since: what it says to the receipt
@@ -279,9 +292,8 @@ class Receive:
 
     def _moved(self, granted: Held, whole: Mask, sums: U64) -> Moved:
         held = granted.held
-        good = whole & ((granted.sums == 0) | (granted.sums == sums))
         status, made = np.full(len(held), ReadStatus.MISS, np.uint8), np.zeros(len(held), np.uint64)
-        status[held] = np.where(good, ReadStatus.HIT, np.where(whole, ReadStatus.FAILED, ReadStatus.MISS))
+        status[held] = granted.codes(whole, sums)
         made[held] = sums
         each = sum(stop - start for start, stop in self.order.spans) or self.order.object_bytes
         return Moved(status, made, len(sums) * each)

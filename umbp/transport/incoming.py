@@ -26,13 +26,12 @@ import numpy as np
 import xxhash
 
 from umbp import wire
-from umbp.transport.base import Held, decode_granted
+from umbp.transport.base import RECEIPT, Held, decode_granted
 from umbp.transport.http import after_head
 from umbp.transport.line import Line, pour
 from umbp.types import I64, U8, ReadStatus
 
 WINDOW_BYTES = 256 << 10  # of it a second-level cache holds the received bytes and those of the copy
-RECEIPT = b"\x06"
 
 
 class Target(Protocol):
@@ -202,8 +201,6 @@ class Incoming:
     def _whole(self, same: bytearray) -> None:
         """The peer's answer to the receipt."""
         assert self._granted is not None
-        whole = np.frombuffer(same, np.uint8) != 0
         held = np.array(self._held, np.int64)
-        right = (self._granted.sums == 0) | (self._granted.sums == self.sums[held])
-        self.status[held] = np.where(whole & right, ReadStatus.HIT, np.where(whole, ReadStatus.FAILED, ReadStatus.MISS))
+        self.status[held] = self._granted.codes(np.frombuffer(same, np.uint8) != 0, self.sums[held])
         self.owed, self.over = 0, True

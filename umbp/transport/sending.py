@@ -42,7 +42,7 @@ from umbp import wire
 from umbp.admin.auth import check_token, is_our_host
 from umbp.errors import InvalidRequest, ProtocolError, UmbpError, Unauthorized
 from umbp.grammar import Address, quoted
-from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, Grant, Granted, Order, Shelf, Window, decode_order
+from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, RECEIPT, Grant, Granted, Order, Shelf, Window, decode_order
 from umbp.transport.line import take
 from umbp.types import U8
 
@@ -187,7 +187,7 @@ class Caller:
             try:
                 with window.open() if window else contextlib.nullcontext():
                     self._send(grant, order, window, deadline)
-                    if self._exactly(1, deadline) != b"\x06":
+                    if self._exactly(1, deadline) != RECEIPT:
                         raise ConnectionResetError("what follows the order is no receipt")
             except BaseException:
                 self._server.end(grant)
