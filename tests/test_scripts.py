@@ -107,3 +107,24 @@ def test_an_environment_is_filled_once_and_again_when_the_project_changes(tmp_pa
     assert bash(f"source {root}/scripts/env test", cwd=Path("/")).returncode == 0
     assert log.read_text().splitlines()[-1].endswith(f"--editable {root}[test]")
     assert run() == 3
+
+
+def test_the_torch_of_an_active_environment_is_seen(tmp_path: Path) -> None:
+    """An environment made from another one's Python sees the packages of the system, which are not those of the other."""
+    root, engine, tools = checkout(tmp_path), tmp_path / "engine", tmp_path / "tools"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(engine)], check=True, timeout=60)
+    (packages,) = engine.glob("lib/python*/site-packages")
+    (packages / "torch.py").write_text("mark = 'of the engine'\n")
+    tools.mkdir()
+    quick = tools / "python3"  # pip is what takes the time
+    quick.write_text(f'#!/bin/bash\n[ "$1 $2" = "-m venv" ] && set -- -m venv --without-pip "${{@:3}}"\nexec {engine}/bin/python "$@"\n')
+    quick.chmod(0o755)
+    # What `prepare` does beyond making the environment asks a registry, and is left out.
+    made = bash(
+        f"source <(sed '/^prepare$/d' {root}/scripts/env) run; root={root} python={root}/.venv/bin/python; make_venv",
+        cwd=Path("/"),
+        path=f"{tools}:{os.environ['PATH']}",
+    )
+    assert made.returncode == 0, made.stderr
+    asked = bash(f"{root}/.venv/bin/python -c 'import torch; print(torch.mark)'", cwd=Path("/"))
+    assert asked.stdout == "of the engine\n", asked.stderr
