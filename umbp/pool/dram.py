@@ -1,8 +1,9 @@
 """Getting the DRAM slice at start: find or make the segment, place it, fault it in, and say what could not be had.
 
 Order, so that nothing is half done: the owner lock first (a live pool of this name refuses), then leftovers of dead pools go, then the
-segment of this name is attached if it is whole and of the size asked for, else made anew. A fall-back (no huge pages, no NUMA binding) is
-said once and is in ``/readyz``; too little memory is an error that says what was found.
+segment of this name is attached if it is whole and of the size asked for, else made anew. What is there goes only when it is known that
+what is asked for can be had: a size mistyped costs no cache. A fall-back (no huge pages, no NUMA binding) is said once and is in
+``/readyz``; too little memory is an error that says what was found.
 """
 
 from __future__ import annotations
@@ -66,9 +67,11 @@ def acquire(config: PoolConfig, progress: Callable[[int, int], None]) -> Dram:
     try:
         _reclaim(config)
         fallbacks: list[str] = list(config.warnings)
-        found = _attach(config)
+        found, useless = _attach(config)
         attached = found is not None
         if found is None:
+            if useless and not config.dram_wanted:
+                _own(config).unlink()  # what is automatic is what fits without it
             dram = config.dram_wanted or auto_dram(config.shm_dir)
             geometry = Geometry(
                 dram // 4096 * 4096,
@@ -80,6 +83,8 @@ def acquire(config: PoolConfig, progress: Callable[[int, int], None]) -> Dram:
             )
             regions.check(config, geometry)
             found = _create(config, geometry)
+            if useless:
+                log.warning("%s: made anew, what it held is gone", useless)
         try:
             fallbacks += _place(config, found, attached=attached)
             _populate(config, found, progress)
@@ -100,6 +105,10 @@ def acquire(config: PoolConfig, progress: Callable[[int, int], None]) -> Dram:
         raise
 
 
+def _own(config: PoolConfig) -> Path:
+    return Path(config.shm_dir, segment.file_stem(config.name) + ".segment")
+
+
 def _boot(before: int) -> int:
     return max(before + 1, time.time_ns() // 1_000_000)
 
@@ -110,11 +119,12 @@ def _check_platform() -> None:
 
 
 def _create(config: PoolConfig, geometry: Geometry) -> Segment:
-    """A new segment; where there is no room for it, what stopped pools have kept goes too."""
+    """A new segment; where there is no room for it, what stopped pools have kept goes too, if that makes enough."""
     try:
         return segment.create(config.shm_dir, config.name, geometry, boot=_boot(0), seed=secrets.randbits(63))
     except OutOfMemory:
-        if not _reclaim(config, kept=True):
+        enough = segment.room_bytes(config.shm_dir, [_own(config), *segment.leftovers(config.shm_dir)])
+        if geometry.file_bytes > enough or not _reclaim(config, kept=True):
             raise
         return segment.create(config.shm_dir, config.name, geometry, boot=_boot(0), seed=secrets.randbits(63))
 
@@ -138,17 +148,15 @@ def _reclaim(config: PoolConfig, *, kept: bool = False) -> int:
     return freed
 
 
-def _attach(config: PoolConfig) -> Segment | None:
-    """The segment that an earlier life of this pool left, if it can be used."""
-    path = Path(config.shm_dir, segment.file_stem(config.name) + ".segment")
+def _attach(config: PoolConfig) -> tuple[Segment | None, str]:
+    """The segment that an earlier life of this pool left, if it can be used; else, where there is one, why it cannot."""
+    path = _own(config)
     try:
         found = segment.attach(str(path), owner=True)
     except FileNotFoundError:
-        return None
+        return None, ""
     except (SegmentError, ValueError, KeyError, TypeError, OSError) as error:
-        log.warning("%s cannot be used and is made anew: %s", path, error)
-        path.unlink()
-        return None
+        return None, f"{path} cannot be used: {error}"
     geometry = found.geometry
     wanted = (
         config.dram_wanted is None or config.dram_wanted // 4096 * 4096 == geometry.data_bytes,
@@ -159,12 +167,9 @@ def _attach(config: PoolConfig) -> Segment | None:
         regions.edges(config) == geometry.edges,
     )
     if all(wanted) and found.state in (segment.SERVING, segment.STOPPED):
-        return found
-    reason = "was not finished" if all(wanted) else f"has {geometry}, which is not what is configured"
-    log.warning("%s %s: made anew, what it held is gone", path, reason)
+        return found, ""
     found.close()
-    path.unlink()
-    return None
+    return None, f"{path} " + ("was not finished" if all(wanted) else f"has {geometry}, which is not what is configured")
 
 
 def _place(config: PoolConfig, found: Segment, *, attached: bool) -> list[str]:

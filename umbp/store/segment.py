@@ -180,6 +180,16 @@ def reclaim(path: Path) -> int:
     return size
 
 
+def room_bytes(directory: str, without: list[Path]) -> int:
+    """What a file system has free, these files taken for removed."""
+    room = os.statvfs(directory)
+    free = room.f_bavail * room.f_frsize
+    for path in without:
+        with contextlib.suppress(FileNotFoundError):
+            free += path.stat().st_blocks * 512
+    return free
+
+
 def remove_beside(path: Path) -> None:
     """Remove what belongs to a segment that is gone: the index of the SSD tier, operators' pins."""
     for suffix in (".ssd", ".pins", ".pins-new"):
@@ -264,20 +274,20 @@ def _map(path: str, fd: int, geometry: Geometry, *, owner: bool) -> Segment:
 def create(directory: str, name: str, geometry: Geometry, *, boot: int, seed: int) -> Segment:
     """Make a new segment in state BUILDING, replacing any file of that name. Pages are not faulted in yet.
 
-    OutOfMemory if the directory's file system has less room than the file needs.
+    OutOfMemory if the directory's file system has less room than the file needs, the replaced one taken for gone; it is left then.
     """
     path = os.path.join(directory, file_stem(name) + ".segment")
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    room = os.statvfs(directory)
-    free = room.f_bavail * room.f_frsize
+    free = room_bytes(directory, [Path(path)])
     if geometry.file_bytes > free:
+        room = os.statvfs(directory)
         raise OutOfMemory(
             f"{geometry.data_bytes} bytes of pages need a file of {geometry.file_bytes} bytes in {directory}, which has {free} free "
             f"of {room.f_blocks * room.f_frsize}: ask for less, or make it larger (docker: --shm-size; mount -o remount,size=)",
             field="dram",
             example=f"--dram {max(free * 8 // 10 >> 20, 1)}MiB",
         )
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(fd, geometry.file_bytes)
