@@ -40,7 +40,8 @@ def settle(*drives: Drive, now: float) -> None:
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS], ids=lambda number: errno.errorcode[number])
-def test_a_disk_that_cannot_be_written_is_read_and_tried_again(tmp_path: Path, fault: int) -> None:
+def test_a_disk_that_cannot_be_written_is_read_and_tried_again(tmp_path: Path, fault: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "umbp.store.ssd")
     system = Fallible()
     tier = make_tier(tmp_path, system=system)
     drive = tier.drives[0]
@@ -58,6 +59,8 @@ def test_a_disk_that_cannot_be_written_is_read_and_tried_again(tmp_path: Path, f
     assert put(tier, 3, 4, now=100.0) == [STORED] * 2
     assert (drive.state, drive.fault) == (UP, "")
     assert get(tier, 1, 2, 3, 4, now=100.0) == [HIT] * 4
+    said = [line for line in caplog.messages if "written" in line]
+    assert said == [f"{tmp_path}: cannot be written: {os.strerror(fault)}; read only, and tried again", f"{tmp_path}: can be written again"]
     tier.check()
     tier.close()
     again = make_tier(tmp_path)
@@ -190,11 +193,13 @@ def test_another_folder_in_its_place_is_opened_as_it_is(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_a_disk_that_is_not_there_at_start_does_not_keep_the_others(tmp_path: Path) -> None:
+def test_a_disk_that_is_not_there_at_start_does_not_keep_the_others(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     system = Fallible()
     system.fail(errno.EIO, "identity")
     tier = make_tier(tmp_path, system=system, strict=False)
     assert tier.drives[0].state == AWAY
+    watch(tier, 4.0)
+    assert [str(tmp_path) in line and "until it is back" in line for line in caplog.messages] == [True], "said, once"
     assert put(tier, 1) == [UNAVAILABLE]
     system.heal()
     watch(tier, 40.0)

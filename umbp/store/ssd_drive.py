@@ -19,6 +19,7 @@ taken for the disk, and is not filled.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -31,6 +32,7 @@ from umbp.store.ssd_reads import Run
 from umbp.store.ssd_system import System
 from umbp.types import U8
 
+log = logging.getLogger("umbp.store.ssd")
 UP, READING, AWAY = "up", "reading", "away"
 STALL_SECONDS = 5.0
 RETRY_SECONDS_MIN, RETRY_SECONDS_MAX = 1.0, 30.0
@@ -123,6 +125,7 @@ class Drive:
             self._retry_seconds = RETRY_SECONDS_MIN
             if self.state == READING:
                 self.state, self.fault = UP, ""
+                log.info("%s: can be written again", self.path)
         else:
             self._failures = 0
 
@@ -130,7 +133,7 @@ class Drive:
         """A write failed: pause."""
         self.write_errors += 1
         if self.state != AWAY:
-            self.state, self.fault = READING, f"cannot be written: {_reason(error)}"
+            self._worse(READING, f"cannot be written: {_reason(error)}", "read only, and tried again")
             self._pause(now)
 
     def failed_reads(self, count: int) -> bool:
@@ -141,7 +144,7 @@ class Drive:
 
     def lost(self, now: float, reason: str) -> None:
         """Nothing of it can be had for now."""
-        self.state, self.fault = AWAY, reason
+        self._worse(AWAY, reason, "nothing of it is listed until it is back")
         self._failures = 0
         self._pause(now)
 
@@ -172,6 +175,12 @@ class Drive:
         self.crew.close()
         if not wait(self._out, CLOSE_SECONDS_MAX).not_done:
             self.folder.close()
+
+    def _worse(self, state: str, fault: str, what: str) -> None:
+        """Said once, not at each further try."""
+        if (state, fault) != (self.state, self.fault):
+            log.warning("%s: %s; %s", self.path, fault, what)
+        self.state, self.fault = state, fault
 
     def _pause(self, now: float) -> None:
         self._retry_at = now + self._retry_seconds

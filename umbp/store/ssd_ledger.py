@@ -10,7 +10,6 @@ bytes written a day, which lie in the heads of records and so are known again af
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from umbp.store.ssd_format import BLOCK, NamespaceNote, padded
 from umbp.store.ssd_records import Placed, SegmentFile
 from umbp.types import I64, U64, Mask, WriteStatus
 
-log = logging.getLogger("umbp.store.ssd")
 FULL_SHARE = 0.9  # of the space in files is for pages; the rest is what cleaning works with
 FILES_SPARE = 2  # a file that is being filled and one to clean into
 
@@ -225,7 +223,6 @@ class Ledger:
 
     def lose(self, now: float, drive: Drive, reason: str) -> None:
         """A disk is gone: nothing of it is listed."""
-        log.error("%s: %s; its pages are not listed until it is back", drive.path, reason)
         for file in list(drive.folder.files.values()):
             if file.live_pages:
                 self.forget(now, self.catalog.ids_of_file(file), evicted=True, noted=False)
