@@ -51,6 +51,8 @@ def test_an_unknown_name_is_answered_with_those_that_exist() -> None:
     with pytest.raises(NotFound, match="leaf_lru") as caught:
         find(EVICTION, "fancy")
     assert caught.value.field == EVICTION
+    with pytest.raises(NotFound, match=r"^ssd_eviction: no eviction policy 'fancy'; there are: "):
+        find(EVICTION, "fancy", "ssd_eviction")
     with pytest.raises(NotFound, match="admission"):
         register("evection", "lru")
 

@@ -119,8 +119,8 @@ def names(kind: str) -> list[str]:
     return sorted(_registry[kind].keys() | {point.name for point in entry_points(group=f"umbp.policies.{kind}")})
 
 
-def find(kind: str, name: str) -> Any:
-    """The class registered under this name. NotFound names those that exist."""
+def find(kind: str, name: str, field: str = "") -> Any:
+    """The class registered under this name. NotFound names those that exist; ``field``: the option it is of, where that is not the kind."""
     if name in _registry[kind]:
         return _registry[kind][name]
     for point in entry_points(group=f"umbp.policies.{kind}"):
@@ -129,7 +129,7 @@ def find(kind: str, name: str) -> Any:
                 return point.load()
             except Exception as error:
                 raise ConfigError(f"the {kind} policy {name!r} cannot be loaded from {point.value}: {error!r}", field=kind) from error
-    raise NotFound(f"no {kind} policy {name!r}; there are: {', '.join(names(kind))}", field=kind, example=names(kind)[0])
+    raise NotFound(f"no {kind} policy {name!r}; there are: {', '.join(names(kind))}", field=field or kind, example=names(kind)[0])
 
 
 def build(kind: str, name: str, *capacity: int) -> Any:

@@ -192,7 +192,7 @@ class PoolServer:
         find(EVICTION, self.config.eviction)  # an unknown name stops the start before there is anything to clean up
         find(ADMISSION, self.config.admission)
         for kind in (EVICTION, ADMISSION, CLEANING, STRIPING):
-            find(kind, getattr(self.config, f"ssd_{kind}"))
+            find(kind, getattr(self.config, f"ssd_{kind}"), f"ssd_{kind}")
         with contextlib.closing(bind_tcp(self.config.http)) as tcp, contextlib.closing(bind_unix(self.socket)) as unix:
             self.http = bound_address(self.config.http, tcp)
             try:
