@@ -3,12 +3,13 @@
     python scripts/bench/bench_ssd.py [--folder DIR] [--repeats 5] [--only tier,start,get,pool,load]
 
 ``tier``: batches of 64 x 1 MiB, 16 x 4 MiB and 1,024 x 64 KiB (stored together) are read and written by `SsdTier`, checksums verified and
-made, every write synced. The floor is a raw loop in the same run, taking turns, on a file of its own, whose space has been written before
-as that of the tier has: the same bytes with O_DIRECT from four threads in blocks of 4 MiB, the best that this loop does on most disks, with
-one fdatasync a batch for writes; ``same_gbps`` is that loop with blocks of the object's size.
+made, every write synced. The floor is a raw loop in the same run, taking turns, that reads and writes the same bytes of the same files from
+and to the same memory: where these lie matters, most of all in how many pieces the memory does. It moves them with O_DIRECT from four
+threads in blocks of 4 MiB, the best that this loop does on most disks, with one fdatasync a batch for writes; ``same_gbps`` is that loop
+with blocks of the object's size.
 ``start``: a million pages (4 KiB each) are listed again by a start, in seconds; also after a kill.
 ``get``: 32 pages of 1 MiB that are on SSD alone, got by a client: read by itself from the files (``straight``, into memory that direct I/O
-takes, and into an array that it does not) or by way of the pool's DRAM (``promoted``), against the raw loop on the same bytes, in turns.
+takes, and into an array that it does not) or by way of the pool's DRAM (``promoted``), against the raw loop in the same files, in turns.
 ``pool``: short calls to DRAM (a `get` of one page, which the client answers out of shared memory, and a lease, two calls of the pool)
 while the disk is saturated, against the same pool idle: the ratio is of the 99th percentiles. Another client asks for pages that are on SSD
 alone, by `prefetch`, three batches of 32 MiB ahead, and stores 8 MiB new ones with each, which the pool writes: so the disk never waits for
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import shutil
 import sys
@@ -92,52 +94,70 @@ def open_tier(folder: Path, size: int, entries: int, segment_bytes: int = 0) -> 
 # -- the tier ----------------------------------------------------------------------------------------------------------------------
 
 
+Extent = tuple[int, int, int, int]
+"""Descriptor, offset in the file, offset in memory, bytes."""
+
+
 class Raw:
-    """A file, read and written with O_DIRECT by threads."""
+    """The raw loop: batches of extents of files that are open for direct I/O are read into this memory, or written from it, by threads."""
 
-    def __init__(self, path: Path, size: int, batch: int = BATCH_BYTES) -> None:
-        self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self.fd, 0, size)
-        self.size, self.batch = size, batch
+    def __init__(self, memory: Any) -> None:
         self.threads = ThreadPoolExecutor(THREADS)
-        self.memory = aligned(self.batch)
-        self.memory[:] = np.random.default_rng(2).bytes(self.batch)  # zeros may never reach the disk
-        self.at = 0
-        for _ in range(size // self.batch):  # so that its space is as written as that of a tier that is in use
-            self.write(BLOCK_BYTES)
+        self.memory = memoryview(memory)
 
-    def read(self, block: int) -> None:
-        """One batch."""
-        self._move(os.preadv, block)
+    def read(self, batches: list[list[Extent]], block: int = BLOCK_BYTES) -> list[float]:
+        """Seconds of each."""
+        return harness.timed(self._move, [(os.preadv, batch, block) for batch in batches])
 
-    def write(self, block: int) -> None:
-        """One batch, synced."""
-        self._move(os.pwritev, block)
-        os.fdatasync(self.fd)
+    def write(self, batches: list[list[Extent]], block: int = BLOCK_BYTES) -> list[float]:
+        """Seconds of each, synced."""
+        return harness.timed(self._write, [(batch, block) for batch in batches])
 
-    def _move(self, call: Callable[..., int], block: int) -> None:
-        start, self.at = self.at, (self.at + self.batch) % self.size
+    def _write(self, batch: list[Extent], block: int) -> None:
+        self._move(os.pwritev, batch, block)
+        for fd in {fd: None for fd, *_ in batch}:
+            os.fdatasync(fd)
 
-        def one(at: int) -> None:
-            assert call(self.fd, [self.memory[at : at + block]], start + at) == block
+    def _move(self, call: Callable[..., int], batch: list[Extent], block: int) -> None:
+        def one(part: Extent) -> None:
+            fd, offset, memory, size = part
+            assert call(fd, [self.memory[memory : memory + size]], offset) == size
 
-        list(self.threads.map(one, range(0, self.batch, block)))
+        list(self.threads.map(one, cut(batch, block)))
+
+
+def cut(batch: list[Extent], block: int) -> list[Extent]:
+    """In parts of at most this size."""
+    return [(fd, offset + at, memory + at, min(block, size - at)) for fd, offset, memory, size in batch for at in range(0, size, block)]
+
+
+def lying(tier: SsdTier, place: np.uint64, keys: np.ndarray, page: int) -> list[Extent]:
+    """Where the tier has written these pages, which follow one another in memory; those that do so in a file too as one."""
+    pages = tier.catalog.where(place, tier.catalog.find(place, keys), np.arange(len(keys))).pages
+    found: list[Extent] = []
+    for at, (number, block) in enumerate(zip(pages.files.tolist(), pages.block.tolist(), strict=True)):
+        fd, offset, memory = tier.catalog.files[number].fd, block * 4096, at * page
+        if found and found[-1][0] == fd and found[-1][1] + found[-1][3] == offset:
+            found[-1] = (*found[-1][:3], found[-1][3] + page)
+        else:
+            found.append((fd, offset, memory, page))
+    return found
 
 
 def tier_rows(folder: Path, repeats: int) -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
     size = 4 * BATCHES * BATCH_BYTES
-    raw = Raw(folder / "raw", BATCHES * BATCH_BYTES)
     tier = open_tier(folder / "tier", size, 1 << 17, SEGMENT_BYTES)
-    memory = np.frombuffer(aligned(BATCH_BYTES), np.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, BATCH_BYTES), np.uint8)  # shared, as a pool's pages
+    raw = Raw(memory)
     memory[:] = np.random.default_rng(1).integers(0, 256, BATCH_BYTES, dtype=np.uint8)
-    for at in range(size // BATCH_BYTES):  # so that all its files have been in use, as those of the floor
+    for at in range(size // BATCH_BYTES):  # so that all its files have been in use
         keys = harness.random_keys(BATCH_BYTES >> 20, at)
         assert (tier.write(0.0, place_word(9, 1 << 20), keys, memory.reshape(-1, 1 << 20)) == WriteStatus.STORED).all()
     for number, (page, target) in enumerate(SHAPES, start=1):
         count, place = BATCH_BYTES // page, place_word(number, page)
         rows = memory.reshape(count, page)
-        fresh = [harness.random_keys(count, number * 1000 + at) for at in range(BATCHES * (harness.ATTEMPTS * repeats + 2))]
+        fresh = [harness.random_keys(count, number * 1000 + at) for at in range(BATCHES * (harness.ATTEMPTS * repeats + 3))]
         written: list[np.ndarray] = []
 
         def write(keys: np.ndarray, place: np.uint64 = place, rows: np.ndarray = rows) -> Steps[U8]:
@@ -156,6 +176,9 @@ def tier_rows(folder: Path, repeats: int) -> None:
             done(*under_way.popleft())
             return [(time.perf_counter() - began) / BATCHES]
 
+        def where(place: np.uint64 = place, written: list[np.ndarray] = written, page: int = page) -> list[list[Extent]]:
+            return [lying(tier, place, keys, page) for keys in written]
+
         def done(steps: Steps[U8], waiting: list[Any]) -> None:
             wait(waiting)
             assert (finish(steps) == WriteStatus.STORED).all()
@@ -170,12 +193,13 @@ def tier_rows(folder: Path, repeats: int) -> None:
             harness.wait_until_quiet()
             machine = harness.Machine()
 
-            def best(floor: Callable[[int], None] = floor, block: int = BLOCK_BYTES) -> list[float]:
-                return [sum(harness.timed(floor, [(block,)] * BATCHES)) / BATCHES]
+            def best(floor: Any = floor, where: Any = where, block: int = BLOCK_BYTES) -> list[float]:
+                return [sum(floor(where(), block)) / BATCHES]
 
             def same(best: Callable[..., list[float]] = best, page: int = page) -> list[float]:
                 return best(block=page)
 
+            writes()  # so that there is something for the raw loop, whose turn is first
             ours, theirs, alike = harness.in_turns(repeats, subject, best, same, machine=machine)
             row = harness.compared(ours, theirs, bytes_a_call=BATCH_BYTES, at_least=target)
             row |= {"same_gbps": alike.row("", BATCH_BYTES)["gbps"], "foreign_cpu": machine.kept}
@@ -214,7 +238,6 @@ def start_rows(folder: Path) -> None:
 
 def get_rows(folder: Path, repeats: int) -> None:
     size, batch, batches = 1 << 20, 32, 16
-    raw = Raw(folder / "raw", batches * batch * size, batch * size)
     keys, values = harness.random_keys(batches * batch, 77), np.random.default_rng(1).integers(0, 256, (batch, size), dtype=np.uint8)
     parts = [keys[at : at + batch] for at in range(0, len(keys), batch)]
     options = ("--ssd-admission", "always", "--eviction", "lru", "--ssd")
@@ -242,12 +265,18 @@ def get_rows(folder: Path, repeats: int) -> None:
 
         plain = np.empty((batch, size), np.uint8)
         works = [gets(spaces[0], spaces[0].empty(batch)), gets(spaces[0], plain), gets(spaces[1], plain)]
+        for name, out in (("through", spaces[0].empty(batch).data.cast("B")), ("copy", mmap.mmap(-1, batch * size))):
+            raw = Raw(out)
+            paths = sorted((folder / name).glob("segment-*"))  # in the order in which they were begun, all but the last one full
+            fds = [os.open(path, os.O_RDONLY | os.O_DIRECT) for path in paths]
+            where = [[(fd, at, 0, batch * size)] for fd in fds for at in range(0, os.fstat(fd).st_size, batch * size)][:batches]
+            works.append(lambda raw=raw, where=where: raw.read(where))
         harness.wait_until_quiet()
         machine = harness.Machine(process.pid, other.pid)
-        sides = harness.in_turns(repeats, *works, lambda: harness.timed(raw.read, [(BLOCK_BYTES,)] * batches), machine=machine)
+        sides = harness.in_turns(repeats, *works, machine=machine)
         assert client.statistics().read_straight >= 2 * repeats * len(keys)
-        for name, side in zip(("straight", "straight, by a buffer", "promoted"), sides, strict=False):
-            row = harness.compared(side, sides[-1], bytes_a_call=batch * size)
+        for name, side, floor in zip(("straight", "straight, by a buffer", "promoted"), sides, (3, 3, 4), strict=False):
+            row = harness.compared(side, sides[floor], bytes_a_call=batch * size)
             harness.emit(bench="ssd", op=f"get of 32 x 1 MiB from SSD by a client, {name}", **row, foreign_cpu=machine.kept)
 
 
