@@ -207,7 +207,7 @@ class Folder:
     def _read_files(self) -> list[Found]:
         found: list[Found] = []
         names = [name for name in self.system.list(self.path) if name.startswith("segment-") and name.endswith(".umbp")]
-        broken: list[str] = []
+        broken, strange = list[str](), list[str]()
         for name in names:
             digits = name.removeprefix("segment-").removesuffix(".umbp")
             if not (digits.isdecimal() and len(digits) == 5):
@@ -223,7 +223,9 @@ class Folder:
                 file.state = BROKEN
                 continue
             self._number = max(self._number, held.number)
-            if held.free or self.system.size(fd) < self.segment_bytes:
+            if held.strange:
+                strange.append(name)
+            if held.free:
                 self._free.append(file)
                 continue
             file.number, file.end, file.state = held.number, held.end, SEALED
@@ -234,6 +236,8 @@ class Folder:
         self._number += NUMBERS_SKIPPED
         if broken:
             self.said.append(f"{self.path}: cannot be read and are left alone: {', '.join(broken[:5])}")
+        if strange:
+            self.said.append(f"{self.path}: {len(strange)} files do not begin as files of it, and are used anew: {', '.join(strange[:5])}")
         self.last = max(((each.contents.day, each.contents.day_bytes) for each in found), default=(0, 0))
         for each in found:
             if not each.contents.sealed:

@@ -2,8 +2,8 @@
 
 A sealed file costs three reads (header, trailer, summary): 80 bytes a page. An unsealed one is read whole, at most two files a folder after
 any end of the process, and every body of it is verified, since nothing says which of them were synced before the power went. What does not
-verify is not listed. A damaged head hides the length of its record; the next one is then looked for block by block. Whatever follows the
-last good record is a torn tail and counts as free space.
+verify is not listed. One that was cut short is unsealed too, and what is left of it counts. A damaged head hides the length of its record;
+the next one is then looked for block by block. Whatever follows the last good record is a torn tail and counts as free space.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ SEARCH_BLOCKS = 1024  # looked through at a time for the next record after a dam
 
 @dataclass(slots=True)
 class Contents:
-    """What a file holds. ``number``: of its life, the last one if it is ``free``. ``end``: first block behind the last good record."""
+    """What a file holds. ``number``: of its life, the last one if it is ``free``. ``end``: first block behind the last good record.
+
+    ``strange``: it begins neither with a header of this folder nor, as one that was never used, with zeros.
+    """
 
     number: int = 0
     free: bool = True
@@ -45,14 +48,16 @@ class Contents:
     day_bytes: int = 0
     namespaces: list[bytes] = field(default_factory=list)
     pages: Any = field(default_factory=lambda: np.zeros(0, PAGE))
+    strange: bool = False
     torn: int = 0  # pages, or heads, that were found damaged: written when the power went, most of them
 
 
 def contents(system: System, fd: int, segment_bytes: int, folder: bytes) -> Contents:
     """Look. SegmentError if the file is of another format; OSError as the disk says."""
-    header = decode_header(read_blocks(system, fd, 0, 1))
+    first = read_blocks(system, fd, 0, 1)
+    header = decode_header(first)
     if header is None or header.folder != folder or header.segment_bytes != segment_bytes:
-        return Contents()
+        return Contents(strange=bytes(first).strip(b"\0") != b"")
     if header.free:
         return Contents(header.number)
     last = segment_bytes // BLOCK - 1

@@ -68,4 +68,5 @@ def opened_steps(tier: SsdTier, now: float, opening: dict[Drive, Future[list[Fou
             drive.opened()
             for line in drive.folder.said:
                 log.warning("%s", line)
-        log.info("%s: %d pages found", ", ".join(drive.path for drive in good), count)
+        torn = sum(each.contents.torn for found in good.values() for each in found)
+        log.info("%s: %d pages found, %d torn", ", ".join(drive.path for drive in good), count, torn)
