@@ -247,3 +247,4 @@ def test_the_oldest_that_nobody_has_pinned_is_given_up_first() -> None:
     assert queue.take(1 << 30).tolist() == batches[4].tolist()
     assert queue.take(1 << 30).tolist() == batches[5].tolist()
     assert (queue.take(1 << 30).tolist(), queue.count) == ([], 0)
+    assert queue.overtaken == 1, "the page that was removed while it waited"

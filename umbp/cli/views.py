@@ -98,10 +98,11 @@ def _ssd(ssd: dict[str, Any]) -> list[Text]:
     """The SSD tier: a line about all of it, and one a disk."""
     cap = f" of {format_size(ssd['write_max_bytes'])}" if ssd["write_max_bytes"] else ""
     used, capacity = ssd["used_bytes"], ssd["capacity_bytes"]
+    overtaken = f", {ssd['overtaken_keys']:,} were gone from DRAM before they were written" if ssd.get("overtaken_keys") else ""
     lines = [
         cell(
             f"{format_size(used)} of {format_size(capacity)} ({share(used, capacity)}), {ssd['keys']:,} keys, "
-            f"{format_size(ssd['written_today_bytes'])}{cap} written today, {ssd['waiting']:,} pages wait ({ssd['policy']})"
+            f"{format_size(ssd['written_today_bytes'])}{cap} written today, {ssd['waiting']:,} pages wait{overtaken} ({ssd['policy']})"
         )
     ]
     for level in ssd.get("levels", []):

@@ -225,6 +225,7 @@ class SsdDocument(Document, frozen=True):
     not_admitted_keys: int
     capped_keys: int
     unwritten_keys: int
+    overtaken_keys: int
     dropped_keys: int
     cleaned_bytes: int
     found_keys: int
@@ -258,6 +259,7 @@ def ssd_document(side: SsdSide) -> SsdDocument:
         not_admitted_keys=side.not_admitted,
         capped_keys=counters.capped,
         unwritten_keys=side.queue.dropped,
+        overtaken_keys=side.queue.overtaken,
         dropped_keys=counters.dropped,
         cleaned_bytes=counters.cleaned_bytes,
         found_keys=counters.found_pages,

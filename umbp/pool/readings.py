@@ -101,7 +101,9 @@ LEVEL_MOVED = _counter("umbp_ssd_level_pages_total", "Pages of a level that went
 SSD_KEYS = _gauge("umbp_ssd_keys", "Keys on SSD.")
 SSD_WAITING = _gauge("umbp_ssd_waiting_pages", "Pages that wait to be written to SSD.")
 SSD_TODAY = _gauge("umbp_ssd_written_today_bytes", "Bytes written to SSD on this day (UTC).")
-SSD_PAGES = _counter("umbp_ssd_pages_total", "Pages, by what became of them on SSD.", "what")
+SSD_PAGES = _counter(
+    "umbp_ssd_pages_total", "Pages, by what became of them on SSD; overtaken: were gone from DRAM before they were written.", "what"
+)
 SSD_HELD = _gauge("umbp_ssd_held_files", "Files that clients read from at the moment.")
 SSD_CLEANED = _counter("umbp_ssd_cleaned_bytes_total", "Bytes written once more by cleaning.")
 
@@ -220,7 +222,7 @@ def _ssd(ssd: SsdDocument) -> Iterator[Reading]:
     yield Reading(SSD_WAITING, ssd.waiting)
     yield Reading(SSD_TODAY, ssd.written_today_bytes)
     yield Reading(SSD_CLEANED, ssd.cleaned_bytes)
-    for what in ("stored", "evicted", "removed", "damaged", "unreadable", "not_admitted", "capped", "unwritten", "dropped"):
+    for what in ("stored", "evicted", "removed", "damaged", "unreadable", "not_admitted", "capped", "unwritten", "overtaken", "dropped"):
         yield Reading(SSD_PAGES, getattr(ssd, f"{what}_keys"), (what,))
     yield Reading(SSD_PAGES, ssd.hits, ("read",))
     yield Reading(SSD_PAGES, ssd.client_keys, ("read_by_client",))

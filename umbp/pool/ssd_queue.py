@@ -1,8 +1,8 @@
 """Pages that wait to be written to SSD: which, in which order, and which are given up when there are too many.
 
 Theory of operation. The queue holds names (entry ids and versions), never memory: a page that is evicted, removed or flushed while it waits
-is simply not written. So a slow disk costs copies on SSD and nothing else; puts neither wait for it nor find less room. When more than
-``pages_max`` wait, the oldest go first; pages that an operator or client has pinned stay, up to half the queue.
+is simply not written, and counted. So a slow disk costs copies on SSD and nothing else; puts neither wait for it nor find less room. When
+more than ``pages_max`` wait, the oldest go first; pages that an operator or client has pinned stay, up to half the queue.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class WriteQueue:
         self.pages_max = pages_max
         self.count = 0
         self.dropped = 0
+        self.overtaken = 0  # were no more in DRAM when their turn came
         self._batches: deque[tuple[I64, U64]] = deque()
         self._pinned: deque[tuple[I64, U64]] = deque()
         self._waiting: U64 = np.zeros(objects.capacity, np.uint64)  # the version that waits, by entry id
@@ -50,6 +51,7 @@ class WriteQueue:
             self.count -= len(ids)
             good = self._alive(ids, versions)
             self._waiting[ids[~good]] = 0
+            self.overtaken += int(np.count_nonzero(~good))
             ids, versions = ids[good], versions[good]
             if not len(ids):
                 continue
