@@ -80,7 +80,10 @@ class Rows:
 
 
 def empty_rows(count: int, size: int) -> U8:
-    """(count, size) uint8, zeroed, on a page's boundary: rows that direct I/O takes as they are, if ``size`` is a multiple of 512."""
+    """(count, size) uint8, zeroed, on a page's boundary: rows that direct I/O takes as they are, if ``size`` is a multiple of 512.
+
+    In a forked child they are zeros (from 2 MiB on): see `umbp.store.ssd_system.aligned`.
+    """
     if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 0:
         raise InvalidRequest(f"{count!r} is not a number of pages", field="count", example="64")
     try:
