@@ -408,6 +408,8 @@ def test_a_route_says_who_serves_a_prompt(pool: PoolProcess, run: Run, monkeypat
     assert f"pages 0 to 4 from {pool.name} dram" in out
     assert "4 of 4 pages" in out
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(HEX[:6])))
+    status, _, err = run("route", HEX[0], "--namespace", space["id"], "--for", "other")
+    assert (status, f"no node 'other'; there are: {pool.name}" in err) == (1, True), err
     answer = json.loads(run("route", "-", *options, "--prefill", "1000", "--json")[1])
     assert (answer["held"], answer["targets"][0]["pool_pages"]) == (6, 6)
     status, _, err = run("route", HEX[0], "-n", "12")
@@ -422,7 +424,7 @@ def test_keys_and_heat_of_the_whole_cluster(pool: PoolProcess, run: Run) -> None
     in_cluster(pool)
     assert f"{pool.name} dram" in run("where", HEX[3], "--cluster")[1]
     (space,) = PoolHttp(pool.socket).get("/v1/namespaces")["namespaces"]
-    PoolHttp(pool.socket).post("/v1/route", {"namespace": space["digest"], "keys": HEX[:5], "requester": "elsewhere"})
+    PoolHttp(pool.socket).post("/v1/route", {"namespace": space["digest"], "keys": HEX[:5]})
     document = json.loads(run("hot", "--cluster", "--json")[1])
     assert {key["key"] for key in document["keys"]} == set(HEX[:5])
     assert [(prefix["key"], prefix["pages"]) for prefix in document["prefixes"]] == [(HEX[4], 5)]

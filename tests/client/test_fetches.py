@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -171,6 +172,28 @@ async def test_partial_results_at_the_deadline(space: Any) -> None:
             return
         await space.remove(keys_of(*numbers))
     raise AssertionError("it was all or nothing at every deadline")
+
+
+async def test_a_get_from_a_pool_that_is_stopped_ends_by_its_deadline(
+    space: Any, pool: Any, server: PoolProcess, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection stays, and what was asked for in vain is ended when the pool goes on (`pool` looks whether anything is left)."""
+    for module in ("connection", "aio"):
+        monkeypatch.setattr(f"umbp.client.{module}.CALL_SECONDS_MAX", 600.0)  # and no answer is too late for it
+    await space.put(keys_of(1), values_of([1], SIZE))
+    link, out = pool._link, buffer(2)
+    server.signal(signal.SIGSTOP)
+    try:
+        for calls in range(1, 4):  # the first is left behind; the others find its answer outstanding
+            assert await space.get(keys_of(1, 1700), out, deadline=0.05) == [HIT, BUSY]
+            assert same(out[:1], 1)
+            assert link.late.calls == calls
+    finally:
+        server.signal(signal.SIGCONT)
+    assert await space.get(keys_of(1, 1700), out) == [HIT, HIT]
+    assert same(out, 1, 1700)
+    assert pool.statistics().connects == 1
+    await becomes(lambda: asyncio.sleep(0, not link.late), "what was left behind is seen to")
 
 
 async def test_memory_that_may_still_be_written_to_is_nobody_s(space: Any, pool: Any, face: int) -> None:

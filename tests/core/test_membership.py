@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from umbp.core.membership import ALIVE, DEAD, DRAINING, MOVES, NODES_MAX, SUSPECT, Changed, Member, Membership, Timing
+from umbp.core.membership import ALIVE, DEAD, DRAINING, MOVES, NAMES_SHOWN_MAX, NODES_MAX, SUSPECT, Changed, Member, Membership, Timing
 from umbp.errors import Conflict, LimitReached, NotFound, UnknownNode
 
 TIMING = Timing(heartbeat=1.0, suspect=3.0, dead=10.0, pause=1.0)
@@ -122,8 +122,13 @@ def test_draining_outlives_restarts_and_ends_by_the_operator_only() -> None:
 def test_an_unknown_node_is_named() -> None:
     world = World()
     world.join("only")
-    with pytest.raises(NotFound, match="only"):
+    with pytest.raises(NotFound, match="no node 'other'; there are: only"):
         world.membership.find("other")
+    for number in range(NAMES_SHOWN_MAX):
+        world.join(f"n{number}")
+    with pytest.raises(NotFound, match=r"^requester: .* only, n0, .* n6, \.\.\. \(for example: only\)$") as caught:
+        world.membership.find("other", "requester")
+    assert caught.value.field == "requester"
 
 
 def test_the_longest_dead_makes_room_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:

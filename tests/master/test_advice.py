@@ -76,7 +76,7 @@ def test_a_hot_prefix_is_copied_to_another_node(master: MasterProcess, pair: tup
     until(lambda: master.locations(bytes(keys[2])) == {(a.name, "dram")})
     master.post("/v1/policies/replication", {"name": "hot_prefixes"}, "PUT")
     try:
-        body = {"namespace": NAMESPACE, "keys": [bytes(key).hex() for key in keys], "requester": "engine"}
+        body = {"namespace": NAMESPACE, "keys": [bytes(key).hex() for key in keys], "requester": ""}
         for _ in range(12):
             master.post("/v1/route", body)
         for key in keys:

@@ -81,6 +81,19 @@ def test_a_route_names_who_has_it_and_who_should_take_it(world: Any) -> None:
     assert [(run["node"], run["start"], run["stop"]) for run in dry["runs"]] == [(b.name, 0, 2), (a.name, 2, 4)]
 
 
+def test_a_requester_that_is_no_node_is_refused_and_the_nodes_are_named(world: Any) -> None:
+    master, a, b = world
+    body = {"namespace": Namespace(**IDENTITY).digest().hex(), "keys": ["0" * 64]}
+    for asked in (a, master):  # a member hands the question on
+        for path in ("/v1/route", "/v1/place"):
+            call(asked.http + path, body, "POST")  # who is on no node names none
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                call(asked.http + path, {**body, "requester": "other"}, "POST")
+            problem = json.loads(caught.value.read())
+            assert (problem["status"], problem["field"]) == (404, "requester")
+            assert all(name in problem["detail"] for name in ("'other'", a.name, b.name))
+
+
 def test_what_a_member_is_asked_of_the_cluster_it_hands_on(world: Any) -> None:
     master, a, b = world
     assert {node["id"] for node in call(a.http + "/v1/nodes")["nodes"]} == {a.name, b.name}

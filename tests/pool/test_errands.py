@@ -247,6 +247,20 @@ def test_a_peer_that_stops_sending_costs_the_deadline_and_no_more(nodes: tuple[N
     eventually(lambda: b.get(*range(PAGES)).all(HIT), "it is asked again when it is well")
 
 
+def test_an_errand_of_a_pool_that_is_stopped_is_ended_when_it_goes_on(nodes: tuple[Node, Node], master: Signpost) -> None:
+    a, b = nodes
+    a.store(0, 1)
+    b.store(2)
+    master.add(a.pool, a.space, keys_of(0, 1))
+    assert b.get(0).all(HIT)  # the way is known
+    b.pool.signal(signal.SIGSTOP)
+    try:
+        assert b.get(1, 2, deadline=0.05) == [BUSY, HIT]
+    finally:
+        b.pool.signal(signal.SIGCONT)
+    eventually(lambda: b.get(1, 2).all(HIT), "it is asked for again")  # of which the end, `nodes`, sees that nothing is left
+
+
 def test_a_client_in_a_hurry_is_no_reason_to_avoid_a_node(nodes: tuple[Node, Node], held: HeldCable, master: Signpost) -> None:
     _, b = nodes
     master.failed.clear()

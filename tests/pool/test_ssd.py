@@ -74,6 +74,14 @@ def settled(pool: PoolProcess) -> bool:
     return status(pool)["ssd"]["waiting"] == 0
 
 
+def on_ssd(ns: umbp.Namespace, *numbers: int) -> list[int]:
+    """Which of these the index of the SSD tier shows, whatever else has them."""
+    keys = keys_of(*numbers)
+    look = ns.operations.look(keys)
+    assert look is not None
+    return [number for number, there in zip(numbers, ns.operations.on_ssd(look, keys), strict=True) if there]
+
+
 def fill(pool: PoolProcess, ns: umbp.Namespace, count: int = COUNT) -> None:
     """Store pages, not faster than the disk takes them, and have all of them on SSD."""
     for start in range(0, count, 80):
@@ -229,14 +237,19 @@ def test_admission_keeps_pages_that_are_never_asked_for_again_off_the_disk(folde
     with PoolProcess("--ssd", f"{folder}:16MiB", dram="64MiB") as pool:  # second_touch is the default
         ns = namespace(pool)
         ns.put(keys_of(*range(400)), pages_of(*range(400)))  # at once: more than there is room for
-        eventually(lambda: settled(pool) and status(pool)["ssd"]["not_admitted_keys"] > 0, "the tier is half full and chooses")
+        decided = lambda ssd: ssd["stored_keys"] + ssd["not_admitted_keys"] == 400  # noqa: E731
+        eventually(lambda: decided(status(pool)["ssd"]), "each is written or declined")
         before = status(pool)["ssd"]
         assert before["used_bytes"] < 0.8 * before["capacity_bytes"]  # twice that was stored
+        assert on_ssd(ns, *range(400)) == list(
+            range(before["stored_keys"])
+        )  # a prompt's first pages: without them the others are of no use
+        assert 0 < before["stored_keys"] < 379
         for _ in range(2):  # asked for again: from DRAM, and now worth writing
             ns.prefix(keys_of(*range(380, 400)))
             ns.prefix(keys_of(*range(379, 400)))
             ns.put(keys_of(5000), pages_of(5000))  # with a put the notes are sent
-        eventually(lambda: status(pool)["ssd"]["stored_keys"] > before["stored_keys"], "what was asked for again is written")
+        eventually(lambda: set(range(380, 400)) <= set(on_ssd(ns, *range(400))), "what was asked for again is written")
 
 
 def test_off_leaves_the_folder_alone(folder: Path) -> None:

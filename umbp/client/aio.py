@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -19,11 +21,13 @@ from umbp.client.address import socket_path
 from umbp.client.buffers import empty_rows
 from umbp.client.connection import CONNECT_SECONDS_MAX
 from umbp.client.fetches import PrefetchStatus
+from umbp.client.late import Late
 from umbp.client.lease import Lease
-from umbp.client.link import ClientStatistics, Link
+from umbp.client.link import Link
 from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations, open_or_raise
-from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send, T, drive, ended
+from umbp.client.statistics import ClientStatistics
+from umbp.client.steps import CALL_SECONDS_MAX, Call, LeftBehind, Operation, Send, T, drive, ended
 from umbp.client.sync import CLOSE_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
@@ -33,16 +37,18 @@ log = logging.getLogger("umbp.client")
 
 
 class AsyncConnection:
-    """One session's socket."""
+    """One session's socket. ``late``: who sees to answers that come late."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, late: Late) -> None:
+        self._late = late
+        self._left: set[asyncio.Task[tuple[Any, wire.Blob]]] = set()  # calls that nobody waits for
         self._reader = reader
         self._writer = writer
         self._turn = asyncio.Lock()
         writer.transport.set_write_buffer_limits(high=0)  # what is drained is with the kernel: see `send`
 
     @classmethod
-    async def open(cls, path: str) -> AsyncConnection:
+    async def open(cls, path: str, late: Late) -> AsyncConnection:
         """Connect and upgrade."""
         writer: asyncio.StreamWriter | None = None
         try:
@@ -61,7 +67,7 @@ class AsyncConnection:
         if answer != wire.UPGRADE_REPLY:
             writer.close()
             raise Unavailable(f"{path} is not a pool, or it is not ready yet: {answer[:40]!r}")
-        return cls(reader, writer)
+        return cls(reader, writer, late)
 
     @property
     def broken(self) -> bool:
@@ -69,27 +75,57 @@ class AsyncConnection:
         return self._reader.at_eof() or self._writer.is_closing()
 
     async def call(self, call: Call) -> tuple[Any, wire.Blob]:
-        """Send and receive. A call that was sent is finished even if its task is cancelled: the answer belongs to it."""
+        """Send and receive. A call that was sent is finished even if its task is cancelled: the answer belongs to it.
+
+        LeftBehind where a late answer will do: then it is finished all the same.
+        """
+        until = time.monotonic() + call.seconds
+        if call.late is not None:
+            try:
+                async with asyncio.timeout(call.seconds):
+                    await self._turn.acquire()
+            except TimeoutError:
+                self._late.calls += 1
+                raise LeftBehind(call, sent=False) from None
+        else:
+            await self._turn.acquire()
         task = asyncio.ensure_future(self._call(call))
+        task.add_done_callback(lambda _: self._turn.release())
         try:
-            return await asyncio.shield(task)
+            await asyncio.wait([task], timeout=None if call.late is None else max(0.0, until - time.monotonic()))
         except asyncio.CancelledError:
             with contextlib.suppress(UmbpError, asyncio.CancelledError):
                 await task
             raise
+        if task.done():
+            return task.result()
+        self._late.calls += 1
+        self._left.add(task)
+        task.add_done_callback(functools.partial(self._came, call))
+        raise LeftBehind(call, sent=True)
+
+    def _came(self, call: Call, task: asyncio.Task[tuple[Any, wire.Blob]]) -> None:
+        """The answer to a call that was left behind, or none."""
+        self._left.discard(task)
+        if task.cancelled():
+            return
+        if (error := task.exception()) is None:
+            self._late.came(call, *task.result())
+        elif not isinstance(error, UmbpError) or isinstance(error, Unavailable | ProtocolError):
+            self.close()
 
     async def _call(self, call: Call) -> tuple[Any, wire.Blob]:
-        async with self._turn:
-            try:
-                async with asyncio.timeout(call.seconds):
-                    self._writer.write(wire.encode(call.message, *call.arrays))
-                    await self._writer.drain()
-                    prefix = await self._reader.readexactly(wire.PREFIX.size)
-                    frame = prefix + await self._reader.readexactly(wire.frame_bytes(prefix) - len(prefix))
-            except TimeoutError:
-                raise DeadlineExceeded(f"the pool did not answer within {call.seconds:.3g} s") from None
-            except (OSError, asyncio.IncompleteReadError) as error:
-                raise Unavailable(f"the connection to the pool broke ({error})") from error
+        seconds = call.seconds if call.late is None else CALL_SECONDS_MAX
+        try:
+            async with asyncio.timeout(seconds):
+                self._writer.write(wire.encode(call.message, *call.arrays))
+                await self._writer.drain()
+                prefix = await self._reader.readexactly(wire.PREFIX.size)
+                frame = prefix + await self._reader.readexactly(wire.frame_bytes(prefix) - len(prefix))
+        except TimeoutError:
+            raise DeadlineExceeded(f"the pool did not answer within {seconds:.3g} s") from None
+        except (OSError, asyncio.IncompleteReadError) as error:
+            raise Unavailable(f"the connection to the pool broke ({error})") from error
         reply, blob = wire.decode_reply(frame)
         if isinstance(reply, wire.Failed):
             raise from_wire(reply.code, reply.message, reply.field)
@@ -195,6 +231,8 @@ class AsyncPool:
             raise Unavailable("the connection to the pool was lost")
         try:
             return await connection.call(call)
+        except LeftBehind:
+            raise
         except (Unavailable, ProtocolError):
             if connection is self._connection:
                 self._down()
@@ -229,7 +267,7 @@ class AsyncPool:
             self._wake.set()
 
     async def _connect(self) -> None:
-        connection = await AsyncConnection.open(self._link.address)
+        connection = await AsyncConnection.open(self._link.address, self._link.late)
         try:
             await drive(self._link.open_steps(), connection)
         except BaseException:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from umbp.transport.incoming import Incoming
 from umbp.types import I64, U8, Mask, ReadStatus
 
 STEP_SECONDS = 0.05  # of receiving, between two looks whether somebody still wants it
+END_SECONDS = 0.25  # the pool has to hear of the end of an errand; after the deadline its answer is waited for so long
 BUSY_BYTES = 1 << 30  # a step takes as long as copying that many: never in an event loop
 
 
@@ -37,7 +39,7 @@ def receive(operations: Operations, keys: U8, rows: Rows, codes: U8, missing: I6
     blind = link.welcome is None or (link.welcome.ssd and bond.ssd is None)  # to what this node's own SSD has
     ready = link.handover.is_open(bond) if bond.far and bond.handover and not blind else False
     if ready is None:
-        ready = yield Work(lambda: link.handover.open(bond, link.address, bond.handover), BUSY_BYTES)
+        ready = yield Work(lambda: link.handover.open(bond, link.address, bond.handover, until), BUSY_BYTES)
     if not ready:
         return missing
     left, rest = missing, []
@@ -49,7 +51,8 @@ def receive(operations: Operations, keys: U8, rows: Rows, codes: U8, missing: I6
         part, left = left[: wire.BATCH_MAX], left[wire.BATCH_MAX :]
         before = keys[part[0] - 1].tobytes().hex() if part[0] else ""
         asked = time.monotonic()
-        reply, blob = yield bond.call(wire.Receive(row, number, len(part), more, before, again), keys[part])
+        message = wire.Receive(row, number, len(part), more, before, again)
+        reply, blob = yield bond.call(message, keys[part], seconds=more, late=partial(_too_late, bond))
         offsets = blob.take(np.int64, reply.n)
         part = part[offsets != wire.NOBODY]  # they are misses, as they were
         offsets = offsets[offsets != wire.NOBODY]
@@ -97,10 +100,17 @@ def _run(operations: Operations, bond: Bond, reply: wire.Errand, offsets: I64, r
             answered, owed = incoming.answered, incoming.owed
             incoming.close()
         said = wire.EndErrand(reply.number, reply.reservation, len(status), owed, answered, why)
-        with contextlib.suppress(Unavailable):  # then the reservation is over, and the connection cut
-            yield bond.call(said, status, sums)
+        with contextlib.suppress(Unavailable):  # then the reservation is over, and the connection cut; or it is said later
+            yield from link.late.ended(bond.call(said, status, sums, seconds=deadline + END_SECONDS - time.monotonic()))
     came: Mask = status == ReadStatus.HIT.value
     return came
+
+
+def _too_late(bond: Bond, reply: wire.Errand, blob: wire.Blob) -> Operation[None]:
+    """Nobody is there any more to receive what was ordered."""
+    if count := int(np.count_nonzero(blob.take(np.int64, reply.n) >= wire.ALONE)):
+        status, sums = np.full(count, ReadStatus.FAILED.value, np.uint8), np.zeros(count, np.uint64)
+        yield bond.call(wire.EndErrand(reply.number, reply.reservation, count, -1, answered=False), status, sums)
 
 
 def _reason(error: Exception) -> str:

@@ -23,6 +23,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ import numpy as np
 from umbp import wire
 from umbp.client import errands, straight
 from umbp.client.buffers import Rows
+from umbp.client.late import forgotten, within
 from umbp.client.link import Bond, Look
 from umbp.client.operations import Operations
 from umbp.client.steps import Listen, Operation, Send
@@ -131,14 +133,14 @@ class Wanted:
         assert self.bond is not None
         for number, part in self.parts:
             if (waiting := self.status[part] == PENDING).any():
-                reply, blob = yield self.bond.call(wire.GetFetched(number))
+                reply, blob = yield self.bond.call(wire.GetFetched(number), seconds=self.give_up - now, late=forgotten)
                 self.status[part] = np.where(waiting, blob.take(np.uint8, reply.n), self.status[part])
 
 
 def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: float | None) -> Operation[Statuses]:
     """`Operations.get`, and what is not in DRAM by way of it or past it, within ``deadline`` seconds. What has not come by then is BUSY."""
     seconds = _seconds(deadline, FETCH_SECONDS)
-    statuses = yield from operations.get(keys, out, verify)
+    statuses = yield from within(operations.get(keys, out, verify), time.monotonic() + seconds + ANSWER_SECONDS)
     missing = np.flatnonzero(statuses.codes == ReadStatus.MISS.value)
     bond = operations.link.bond_or_none()
     if not len(missing) or not seconds or bond is None or not bond.fetches:
@@ -151,7 +153,10 @@ def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: floa
     with contextlib.suppress(UmbpError):
         missing = yield from errands.receive(operations, array, rows, codes, missing, until - time.monotonic())
     for _ in range(TRIES + past):
-        if not len(missing) or time.monotonic() >= until:
+        if not len(missing):
+            break
+        if time.monotonic() >= until:
+            codes[missing] = ReadStatus.BUSY
             break
         wanted = missing
         missing = yield from _get_absent(operations, array, rows, codes, wanted, verify, until - time.monotonic(), passing=not past)
@@ -176,7 +181,8 @@ def _get_absent(
             fresh, look = wanted.fresh()
             if len(fresh):
                 look = look or operations.look(array[fresh])
-                codes[fresh] = (yield from operations.read(array[fresh], rows.only(fresh), verify, look)).codes
+                reading = operations.read(array[fresh], rows.only(fresh), verify, look)
+                codes[fresh] = (yield from within(reading, wanted.give_up)).codes
                 if look is not None and (through := pass_through(look)).any():
                     yield from taken(wanted, np.searchsorted(missing, fresh[through]))
             if wanted.over:
@@ -300,7 +306,7 @@ def ask(
 
     ``passing``: those that cannot stay too; `taken` is said of them.
     """
-    order = [list(stage) for stage in stages]
+    order, until = [list(stage) for stage in stages], time.monotonic() + seconds
     bond, number = operations.current()
     wanted.bond, wanted.seen, wanted.asked_at = bond, np.zeros(len(wanted.which), bool), time.monotonic()
     wanted.hear()
@@ -309,10 +315,17 @@ def ask(
         part = slice(start, min(start + wire.BATCH_MAX, len(wanted.which)))
         which = wanted.which[part]
         before = keys[which[0] - 1].tobytes().hex() if which[0] else ""
-        reply, blob = yield bond.call(wire.Fetch(operations.opened.row, number, len(which), seconds, before, order, passing), keys[which])
+        message = wire.Fetch(operations.opened.row, number, len(which), seconds, before, order, passing)
+        reply, blob = yield bond.call(message, keys[which], seconds=until - time.monotonic(), late=partial(_too_late, bond))
         if reply.number:
             wanted.parts.append((reply.number, part))
         wanted.status[part] = blob.take(np.uint8, reply.n)
+
+
+def _too_late(bond: Bond, reply: Any, blob: wire.Blob) -> Operation[None]:
+    """Nobody waits any more for what was asked for."""
+    if reply.number:
+        yield Send(wire.EndFetch(reply.number), (), bond)
 
 
 def _status(reply: wire.Prefetched, blob: wire.Blob) -> PrefetchStatus:

@@ -42,20 +42,25 @@ class Handover:
             known = self._bond is bond and (self._socket is not None or time.monotonic() < self._retry_at)
             return self._socket is not None if known else None
 
-    def open(self, bond: object, path: str, secret: str) -> bool:
-        """Have the connection of this bond; whether there is one. Takes a moment the first time."""
-        with self._opening:
+    def open(self, bond: object, path: str, secret: str, until: float = math.inf) -> bool:
+        """Have the connection of this bond; whether there is one by then (`time.monotonic`). Takes a moment the first time."""
+        if not self._opening.acquire(timeout=min(CONNECT_SECONDS_MAX, max(0.0, until - time.monotonic()))):
+            return False
+        try:
             if (known := self.is_open(bond)) is not None:
                 return known
             self._forget(bond)
+            seconds = until - time.monotonic()
             try:
-                made = _connect(path, bytes.fromhex(secret))
-            except (OSError, Unavailable):
-                self._retry_at = time.monotonic() + RETRY_SECONDS
+                made = _connect(path, bytes.fromhex(secret), min(CONNECT_SECONDS_MAX, max(0.001, seconds)))
+            except (OSError, Unavailable):  # who was in a hurry says nothing of the pool
+                self._retry_at = time.monotonic() + (RETRY_SECONDS if seconds >= CONNECT_SECONDS_MAX else 0.0)
                 return False
             with self._lock:
                 self._socket = made
             return True
+        finally:
+            self._opening.release()
 
     def take(self, bond: object, kind: int, number: int) -> int | None:
         """The descriptor of this kind and number, the caller's from now on; None if it is not here."""
@@ -114,10 +119,10 @@ class Handover:
         return True
 
 
-def _connect(path: str, secret: bytes) -> socket.socket:
+def _connect(path: str, secret: bytes, seconds: float) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        made.settimeout(CONNECT_SECONDS_MAX)
+        made.settimeout(seconds)
         made.connect(path)
         made.sendall(wire.HANDOVER_REQUEST + secret)
         if made.recv(len(wire.HANDOVER_REPLY), socket.MSG_WAITALL) != wire.HANDOVER_REPLY:

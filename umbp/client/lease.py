@@ -11,8 +11,10 @@ import time
 
 import numpy as np
 
-from umbp.client.link import Link, Look
+from umbp import wire
+from umbp.client.link import Bond, Link, Look
 from umbp.client.opened import Opened
+from umbp.client.steps import Operation
 from umbp.errors import InvalidRequest, LeaseLost
 from umbp.store.index import W_OFFSET, W_VERSION
 from umbp.types import I64, U8, Mask
@@ -145,3 +147,8 @@ class Lease:
                 f"the lease was lost (this process was stopped for more than {self.seconds} s, or the pool restarted) and "
                 f"{len(gone)} of its pages changed, the first is item {gone[0]}: what was read of them does not count"
             )
+
+
+def let_go(bond: Bond, reply: wire.Leased, blob: wire.Blob) -> Operation[None]:
+    """Of a lease that was granted when nobody waited for it any more."""
+    yield bond.call(wire.Release(reply.number))

@@ -36,7 +36,9 @@ import numpy as np
 from umbp import wire
 from umbp.client.files import IDLE_SECONDS, Files
 from umbp.client.handover import Handover
+from umbp.client.late import Late
 from umbp.client.opened import Opened, Spare
+from umbp.client.statistics import ClientStatistics
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
 from umbp.errors import InvalidRequest, SegmentError, Unavailable
 from umbp.layout import Namespace
@@ -79,23 +81,9 @@ class Bond:
     files: bool = False  # pages on SSD may be read from its files,
     through: bool = False  # and need not be kept in DRAM
 
-    def call(self, message: wire.Message, *arrays: Any, seconds: float = CALL_SECONDS_MAX) -> Call:
+    def call(self, message: wire.Message, *arrays: Any, seconds: float = CALL_SECONDS_MAX, late: Any = None) -> Call:
         """A request that counts under this bond only."""
-        return Call(message, arrays, self, min(seconds, CALL_SECONDS_MAX))
-
-
-@dataclass(slots=True)
-class ClientStatistics:
-    """Counts of one client since it connected first."""
-
-    connects: int = 0
-    notes_sent: int = 0
-    notes_dropped: int = 0
-    leases_lost: int = 0
-    corrupt: int = 0
-    optimistic_lost: int = 0
-    puts_ahead: int = 0  # into memory that was there already
-    read_straight: int = 0  # pages, from files of the SSD tier
+        return Call(message, arrays, self, min(max(seconds, 0.001), CALL_SECONDS_MAX), late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +119,7 @@ class Link:
         self._holder = _new_holder()
         self.handover = Handover()
         self.files = Files(self.handover)
+        self.late = Late()
         self.up = False
         self.near = numa.node_of_process()
         self.closed = False
@@ -341,7 +330,8 @@ class Link:
                 lease.renewed_at = asked
 
     def upkeep(self) -> Operation[None]:
-        """What a connected client owes its pool from time to time: of writes that ended, of memory without use, renewals, notes."""
+        """What a connected client owes its pool from time to time: of calls and writes that ended, of unused memory, renewals, notes."""
+        yield from self.late.steps(self.bond)
         for bond in self.settled():
             yield Call(wire.LetGo(bond.session))
             self.owed.discard(bond)

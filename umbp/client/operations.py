@@ -30,7 +30,8 @@ import numpy as np
 from umbp import wire
 from umbp.client import mover
 from umbp.client.buffers import Rows, as_rows
-from umbp.client.lease import Lease
+from umbp.client.late import forgotten
+from umbp.client.lease import Lease, let_go
 from umbp.client.link import Bond, Link, Look
 from umbp.client.opened import Opened, Spare
 from umbp.client.steps import CALL_SECONDS_MAX, Operation, Pause, Send, Work
@@ -42,7 +43,6 @@ from umbp.types import I64, KEY_BYTES, U8, U64, Mask, ReadStatus, Statuses, Tier
 
 CHUNK_BYTES = 64 << 20  # about 5 ms of copying between two checks
 IN_FLIGHT_SECONDS_MAX = 2.0  # a put waits this long for another client that is writing the same key
-# An answer that does not come costs the connection, and with it all that this client holds: no less than a busy machine needs.
 RELEASE_SECONDS_MAX = 2.0  # who does not hear of it in this time takes the lease for lost: what was read is then judged by versions
 LEASE_SECONDS_MIN = 2.0  # a shorter lease is waited for this long
 Fill = Callable[[I64, U8, I64], None]
@@ -220,7 +220,7 @@ class Operations:
         if bad.any():
             self.link.statistics.corrupt += int(np.count_nonzero(bad))
             with contextlib.suppress(Unavailable):
-                yield look.bond.call(wire.Corrupt(int(np.count_nonzero(bad))), ids[bad], versions[bad])
+                yield from self.link.late.ended(look.bond.call(wire.Corrupt(int(np.count_nonzero(bad))), ids[bad], versions[bad]))
         return which[bad], none
 
     def _sums(self, bond: Bond, ids: I64, versions: U64) -> Operation[U64]:
@@ -229,7 +229,7 @@ class Operations:
         sums[bond.index.versions_of(ids) != versions] = 0
         none = np.flatnonzero(sums == 0)
         if len(none) and bond.checksum != "off":
-            _, blob = yield bond.call(wire.MakeSums(len(none)), ids[none], versions[none])
+            _, blob = yield bond.call(wire.MakeSums(len(none)), ids[none], versions[none], late=forgotten)
             sums[none] = blob.take(np.uint64, len(none))
         return sums
 
@@ -253,7 +253,8 @@ class Operations:
         try:
             versions = np.where(look.found.hit, look.found.versions, 0).astype(np.uint64)
             within = max(seconds or CALL_SECONDS_MAX, LEASE_SECONDS_MIN)  # a lease that is granted later is over when it comes
-            reply, blob = yield look.bond.call(wire.TakeLease(len(array), seconds or 0.0), look.found.ids, versions, seconds=within)
+            message, late = wire.TakeLease(len(array), seconds or 0.0), functools.partial(let_go, look.bond)
+            reply, blob = yield look.bond.call(message, look.found.ids, versions, seconds=within, late=late)
         except Unavailable:
             return Lease.of_nothing(self.link, self.opened, len(array), self.object_bytes)
         held = blob.take(np.uint8, len(array)).astype(bool) & look.found.hit
@@ -273,7 +274,8 @@ class Operations:
         if lease.end():
             try:
                 assert lease.look is not None
-                reply, _ = yield lease.look.bond.call(wire.Release(lease.number), seconds=RELEASE_SECONDS_MAX)
+                end = lease.look.bond.call(wire.Release(lease.number), seconds=RELEASE_SECONDS_MAX)
+                reply, _ = yield from self.link.late.ended(end)
                 lease.lost |= bool(reply.numbers)
             except Unavailable:
                 lease.lost = True

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from umbp import wire
+from umbp.errors import DeadlineExceeded
 from umbp.store.bell import Bell
 
 T = TypeVar("T")
@@ -26,18 +27,27 @@ LOOK_SECONDS = (0.0003, 0.003)  # an event loop cannot sleep at a bell: between 
 INLINE_BYTES_MAX = 256 << 10  # copies below it (30 us) are done in the event loop
 
 
+class LeftBehind(DeadlineExceeded):
+    """A call with `Call.late` got no answer in its time, and the connection stays. ``sent``: it will be answered."""
+
+    def __init__(self, call: Call, *, sent: bool) -> None:
+        super().__init__(f"the pool did not answer within {call.seconds:.3g} s")
+        self.sent = sent
+
+
 @dataclass(frozen=True, slots=True)
 class Call:
     """One request to the pool; the result is (reply, blob). Raises what the pool refused with, or Unavailable.
 
     ``bond``: the only `umbp.client.link.Bond` under which the numbers in it mean something; None: any. ``seconds``: an answer that comes
-    later is of no use, and is not waited for.
+    later is of no use, and is not waited for: it costs the connection, unless ``late`` says what to do about it (`umbp.client.late`).
     """
 
     message: wire.Message
     arrays: tuple[Any, ...] = ()
     bond: object = None
     seconds: float = CALL_SECONDS_MAX
+    late: Callable[[Any, wire.Blob], Operation[None]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

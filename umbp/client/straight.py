@@ -25,7 +25,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -44,6 +45,7 @@ from umbp.types import I64, U8, ReadStatus
 
 LEFT = 3  # beside the codes of `umbp.store.ssd_reads`: a read that was left behind may still write there
 WINDOW_BYTES = 256 << 20  # of one answer: read in a second by a slow disk
+END_SECONDS = 0.25  # the pool has to say which of the pages counted; after the deadline that is waited for so long
 READERS = 4  # where calls of 1 MiB reach a disk's bandwidth
 Reader: TypeAlias = Callable[[FileRefs, I64], U8]
 """(references, the rows of the caller that they are for): read and verify; a code of `umbp.store.ssd_reads` each. Blocks."""
@@ -61,7 +63,7 @@ def read(operations: Operations, keys: U8, codes: U8, which: I64, reader: Reader
         return
     which = which[operations.on_ssd(look, keys[which])]
     bond, link = look.bond, operations.link
-    if not len(which) or not (yield Work(lambda: link.handover.open(bond, link.address, bond.handover), INLINE_BYTES_MAX + 1)):
+    if not len(which) or not (yield Work(lambda: link.handover.open(bond, link.address, bond.handover, until), INLINE_BYTES_MAX + 1)):
         return
     step = max(1, min(wire.BATCH_MAX, WINDOW_BYTES // operations.object_bytes))
     for start in range(0, len(which), step):
@@ -80,7 +82,7 @@ def _window(
     files = operations.link.files
     known, began = np.array(files.known(bond)[: wire.FILES_MAX], np.uint64), time.monotonic()
     message = wire.ReadFiles(operations.opened.row, number, len(which), seconds, len(known))
-    reply, blob = yield bond.call(message, keys[which], known)
+    reply, blob = yield bond.call(message, keys[which], known, seconds=seconds, late=partial(_too_late, bond))
     if not reply.m:
         return
     good, mine = np.zeros(reply.m, np.uint8), which[:0]
@@ -101,10 +103,17 @@ def _window(
     finally:
         if taken is not None:
             files.give_back(taken)
-        _, blob = yield bond.call(wire.EndFiles(reply.number, reply.m), good)
+        end = bond.call(wire.EndFiles(reply.number, reply.m), good, seconds=began + seconds + END_SECONDS - time.monotonic())
+        _, blob = yield from operations.link.late.ended(end)
     still = blob.take(np.uint8, reply.m)
     operations.link.statistics.read_straight += int(np.count_nonzero((good != 0) & (still != 0)))
     codes[mine[(good != 0) & (still != 0)]] = ReadStatus.HIT.value
+
+
+def _too_late(bond: Bond, reply: Any, blob: wire.Blob) -> Operation[None]:
+    """Nobody is there any more to read them."""
+    if reply.m:
+        yield bond.call(wire.EndFiles(reply.number, reply.m), np.zeros(reply.m, np.uint8))
 
 
 # -- into memory of this process -----------------------------------------------------------------------------------------------------

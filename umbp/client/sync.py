@@ -8,6 +8,7 @@ a connection of its own at its first use.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import select
@@ -24,10 +25,11 @@ from umbp.client.buffers import empty_rows
 from umbp.client.connection import Connection
 from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
-from umbp.client.link import SPARE_SECONDS, ClientStatistics, Link
+from umbp.client.link import SPARE_SECONDS, Link
 from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations, open_or_raise
-from umbp.client.steps import Call, Operation, Send, T, run
+from umbp.client.statistics import ClientStatistics
+from umbp.client.steps import Call, LeftBehind, Operation, Send, T, run
 from umbp.client.waker import Waker
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable
 from umbp.layout import Namespace as Identity
@@ -37,6 +39,7 @@ log = logging.getLogger("umbp.client")
 NOTE_SECONDS = 0.05  # a note waits this long for others
 RETRY_SECONDS = (0.05, 1.0)  # between attempts to connect again: first, longest
 CLOSE_SECONDS_MAX = 2.0
+WAITED_SECONDS = 0.001  # for other calls: that much of a caller's time is not counted
 
 
 class Pool:
@@ -131,12 +134,21 @@ class Pool:
     def call(self, call: Call) -> tuple[Any, wire.Blob]:
         """One request of an operation. Unavailable while there is no connection, or if it is not the one that the request counts for."""
         self._start()
+        began = time.monotonic()
         if not self._lock.acquire(timeout=call.seconds):
+            if call.late is not None:
+                self._link.late.calls += 1
+                raise LeftBehind(call, sent=False)
             raise DeadlineExceeded(f"other calls took {call.seconds:.3g} s")
         try:
             connection = self._connected(call.bond)
+            if call.late is not None and (waited := time.monotonic() - began) > WAITED_SECONDS:
+                call = dataclasses.replace(call, seconds=call.seconds - waited)
             try:
                 return connection.call(call)
+            except LeftBehind:
+                self._waker.wake()  # to look for the answer
+                raise
             except BaseException as error:
                 # Refused: the reply was read. Anything else (a signal's exception too) leaves a reply on its way that is nobody's.
                 if not isinstance(error, UmbpError) or isinstance(error, Unavailable | ProtocolError):
@@ -175,7 +187,7 @@ class Pool:
     def noted(self) -> None:
         """There may be notes to send, or a copy has ended that the pool waits for."""
         link = self._link
-        if link.owed or link.notes_kept() == 1 or link.notes_due() or (link.keeps_spares and self._sleeps_long):
+        if link.owed or link.late or link.notes_kept() == 1 or link.notes_due() or (link.keeps_spares and self._sleeps_long):
             self._sleeps_long = False
             self._waker.wake()
 
@@ -192,7 +204,7 @@ class Pool:
                     self._thread.start()
 
     def _connect(self) -> None:
-        connection = Connection(self._link.address)
+        connection = Connection(self._link.address, self._link.late)
         try:
             run(self._link.open_steps(), connection)
         except BaseException:
@@ -221,6 +233,8 @@ class Pool:
                 if not link.ready() or self._connection is None or self._connection.broken:
                     self._down()
                     self._connect()
+                assert self._connection is not None
+                self._connection.take_late()
                 run(link.upkeep(), self)
             except Exception as error:
                 if not isinstance(error, UmbpError | OSError):
@@ -253,9 +267,10 @@ def _background(reference: weakref.ref[Pool]) -> None:
         wait = min(wait, SPARE_SECONDS) if pool._link.keeps_spares else wait  # asked after that was said: a put looks the other way round
         waker, connection = pool._waker, pool._connection
         socket_fd = connection.fileno() if connection is not None else -1  # asked once: another thread may be closing it
+        ends = select.POLLRDHUP | (select.POLLIN if connection is not None and connection.left_behind else 0)
         del pool, connection
         poll = select.poll()
-        for fd, what in ((waker.read_fd, select.POLLIN), (socket_fd, select.POLLRDHUP)):
+        for fd, what in ((waker.read_fd, select.POLLIN), (socket_fd, ends)):
             if fd >= 0:
                 poll.register(fd, what)
         events = poll.poll(max(1, int(min(wait, 10.0) * 1000)))

@@ -29,6 +29,7 @@ from umbp.core.sweeps import Sweep
 from umbp.errors import Conflict, LimitReached, NotFound, UnknownNode
 
 NODES_MAX = 4096
+NAMES_SHOWN_MAX = 8  # of nodes, to who named one that there is not
 AVOID_SECONDS, AVOID_SECONDS_MAX, AVOID_MEMORY_SECONDS = 1.0, 30.0, 60.0
 DEAD_KEPT_SECONDS = 3600.0
 
@@ -138,11 +139,13 @@ class Membership:
     def __repr__(self) -> str:
         return f"<Membership {len(self.members)} nodes>"
 
-    def find(self, node: str) -> Member:
-        """By name. NotFound names one that exists."""
+    def find(self, node: str, field_name: str = "node") -> Member:
+        """By name. NotFound names those that there are, eight at most."""
         member = self.members.get(node)
         if member is None:
-            raise NotFound(f"no node {node!r}", field="node", example=next(iter(self.members), "none has joined yet"))
+            known = ", ".join(list(self.members)[:NAMES_SHOWN_MAX]) + (", ..." if len(self.members) > NAMES_SHOWN_MAX else "")
+            why = f"no node {node!r}" + (f"; there are: {known}" if known else ", and none has joined yet")
+            raise NotFound(why, field=field_name, example=next(iter(self.members), ""))
         return member
 
     def member(self, node: str, registration: int) -> Member:

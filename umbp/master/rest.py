@@ -19,6 +19,7 @@ from msgspec import Meta
 from umbp.admin.api import Body, Endpoint, Nothing, Params, Raw
 from umbp.admin.endpoint import JSON
 from umbp.core.directory import Directory
+from umbp.core.master import Master
 from umbp.core.targets import targets
 from umbp.errors import InvalidRequest, NotFound
 from umbp.master import documents as doc
@@ -92,6 +93,8 @@ class Choice(Body, frozen=True):
 class Route(Body, frozen=True):
     """A prompt's page keys, root first. ``requester`` is the node that would fetch; without one only targets are answered.
 
+    It is a node of the cluster, alive or not: pages are fetched by pools, so who is on none of their nodes, as a request router, has none.
+
     ``prefill_tokens_per_second``: how fast it is computed, 0 where not known. With ``count`` false, or a ``policy``, nothing is changed.
     """
 
@@ -105,7 +108,10 @@ class Route(Body, frozen=True):
 
 
 class Place(Body, frozen=True):
-    """New pages and who would put them. Without ``dry_run`` they are taken to be on their way to the nodes that are named."""
+    """New pages, and who would put them: ``requester`` as in `Route`.
+
+    Without ``dry_run`` they are taken to be on their way to the nodes that are named.
+    """
 
     namespace: DigestText
     keys: Asked
@@ -147,6 +153,12 @@ class Has(Protocol):
 def keys_words(keys: list[str]) -> U64:
     """(n, 4) key words of keys as hex digits."""
     return key_words(np.frombuffer(bytes.fromhex("".join(keys)), np.uint8))
+
+
+def check_requester(core: Master, node: str) -> None:
+    """NotFound if there is no such node: costs of one that nobody has heard of would be guesses that look like an answer."""
+    if node:
+        core.membership.find(node, "requester")
 
 
 def digest_of(directory: Directory, text: str) -> bytes:
@@ -273,6 +285,7 @@ class Handlers:
     async def route(self, params: Nothing, body: Route) -> doc.RouteDocument:
         service = self.service
         core, now = service.core, service.now()
+        check_requester(core, body.requester)
         digest, words, draws = digest_of(core.directory, body.namespace), keys_words(body.keys), service.draws(len(body.keys))
         prefill, page_tokens = body.prefill_tokens_per_second, body.page_tokens
         plan = core.route(
@@ -292,6 +305,7 @@ class Handlers:
     async def place(self, params: Nothing, body: Place) -> doc.PlaceDocument:
         service = self.service
         core, words = service.core, keys_words(body.keys)
+        check_requester(core, body.requester)
         policy = body.policy or (core.choices.names[PLACEMENT] if body.dry_run else "")
         digest, draws = digest_of(core.directory, body.namespace), service.draws(len(words))
         placed = core.place(service.now(), digest, words, body.requester, body.page_bytes, draws, policy=policy)

@@ -340,8 +340,8 @@ class SsdSide:
             self._want(found.ids[found.hit])
 
     def _want(self, ids: I64) -> None:
-        """Have these written, if they are not on SSD and the policy wants them there."""
-        for place, part in self._by_place(np.unique(ids) if len(ids) else ids):
+        """Have these written, if they are not on SSD and the policy wants them there. They come in chain order, which it goes by."""
+        for place, part in self._by_place(ids[np.sort(np.unique(ids, return_index=True)[1])]):
             if not any(drive.folder.record_pages(int(place) >> 32) for drive in self.drives):
                 continue  # larger than a file
             part = part[self.pool.objects.row[part] >= 0]
