@@ -202,7 +202,7 @@ def test_offload_waits_for_the_callers_event(pool: umbp.Pool) -> None:
 def patient(client: umbp.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls wait for the pool for an hour, and so no run would wait for them."""
     monkeypatch.setattr(link, "CALL_SECONDS_MAX", 3600.0)
-    monkeypatch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 3600.0})
+    monkeypatch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 3600.0, "late": None})
     assert client._connection is not None
     client._connection.hurry(3600.0)
 

@@ -276,7 +276,7 @@ def test_a_cancelled_load_lets_go_of_its_blocks(options: Options) -> None:
 def test_a_preemption_does_not_wait_for_a_frozen_pool_to_store(options: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connector cancels the store of a request that is preempted; what is computed after that in its blocks is not stored."""
     monkeypatch.setattr(link, "CALL_SECONDS_MAX", 3600.0)
-    monkeypatch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 3600.0})  # which no run would wait for
+    monkeypatch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 3600.0, "late": None})  # which no run would wait for
     with PoolProcess() as pool, World(replace(options, pool=pool.socket)) as world:
         runtime = transfers(world)
         runtime._pool._connection.hurry(3600.0)

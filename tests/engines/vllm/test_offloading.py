@@ -264,7 +264,7 @@ def test_a_flush_does_not_wait_for_a_frozen_pool_to_store(own: tuple[PoolProcess
     """vLLM waits for the stores of a request that is preempted before it gives its blocks to another."""
     pool, world = own
     monkeypatch.setattr(link, "CALL_SECONDS_MAX", 3600.0)
-    monkeypatch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 3600.0})  # which no run would wait for
+    monkeypatch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 3600.0, "late": None})  # which no run would wait for
     worker = mover(world)
     worker._pool._connection.hurry(3600.0)
     before = stored_bytes(world)
