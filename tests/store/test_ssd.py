@@ -18,6 +18,7 @@ from umbp.store.ssd_cleaning import clean_steps, wanted
 from umbp.store.ssd_folder import OTHER_BYTES
 from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import finish
+from umbp.store.ssd_upkeep import open_steps
 from umbp.types import ReadStatus, WriteStatus
 
 HIT, MISS, STORED = ReadStatus.HIT, ReadStatus.MISS, WriteStatus.STORED
@@ -167,6 +168,24 @@ def test_the_cap_of_a_day_is_kept_over_a_restart_and_ends_with_the_day(tmp_path:
     tomorrow = make_tier(tmp_path, day=day + 86_400, day_bytes_max=cap)
     assert put(tomorrow, *range(50, 60)) == [STORED] * 10
     tomorrow.close()
+
+
+def test_what_was_written_today_is_each_folders_own_and_counted_once(tmp_path: Path) -> None:
+    folders = tmp_path / "a", tmp_path / "b"
+    tier = make_tier(*folders)
+    for start in range(0, 40, 10):
+        put(tier, *range(start, start + 10))
+    today = tier.ledger.today()
+    assert today > 40 * SIZE
+    drive = tier.drives[0]
+    assert 0 < drive.written_bytes < today
+    tier.ledger.lose(1.0, drive, "unplugged")
+    finish(open_steps(tier, 40.0, drive))
+    assert tier.ledger.today() == today, "it is back"
+    tier.close()
+    again = make_tier(*folders)
+    assert again.ledger.today() == today
+    again.close()
 
 
 def test_several_folders_share_a_batch_and_each_finds_its_own_again(tmp_path: Path) -> None:

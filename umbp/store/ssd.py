@@ -329,8 +329,7 @@ class SsdTier:
 
     def append(self, now: float, drive: Drive, drafts: list[Draft], *, spare: int) -> Future[Any]:
         """Have these records written; what `Folder.append` answers."""
-        today = self.ledger.today()
-        request = Append(drafts, self.ledger.day, today, now, spare)
+        request = Append(drafts, *self.ledger.today_of(drive), now, spare)
         drive.folder.coming.append(request)
         return drive.write(now, drive.folder.append, request)
 

@@ -68,8 +68,7 @@ def adopt_steps(tier: SsdTier, now: float, opened: dict[Drive, list[Found]]) -> 
         _tell_flushes(tier, now, drive, held)  # of meanwhile
         day, total = drive.folder.last
         if day == int(tier.ledger.clock() // 86_400):
-            tier.ledger.today()
-            tier.ledger.day_bytes += total
+            tier.ledger.wrote_before(drive, total)
     return count if files else 0
 
 

@@ -78,6 +78,7 @@ class Ledger:
         self.day_bytes_max = day_bytes_max
         self.counters = Counters()
         self.day, self.day_bytes = 0, 0
+        self._day_bytes_of: dict[Drive, int] = {}
         self.held: dict[int, int] = {}  # bytes on disk by number of the namespace
         self.drive_of: dict[int, Drive] = {}  # by the identity of a file
         self.pending_bytes = 0  # being written
@@ -110,7 +111,20 @@ class Ledger:
         day = int(self.clock() // 86_400)
         if day != self.day:
             self.day, self.day_bytes = day, 0
+            self._day_bytes_of.clear()
         return self.day_bytes
+
+    def today_of(self, drive: Drive) -> tuple[int, int]:
+        """This day, and the bytes written to one disk on it: each folder keeps its own, and all of them together are known at a start."""
+        self.today()
+        return self.day, self._day_bytes_of.get(drive, 0)
+
+    def wrote_before(self, drive: Drive, size_bytes: int) -> None:
+        """A folder that was opened says how much was written to it on this day; what this process wrote of it is counted already."""
+        _, known = self.today_of(drive)
+        if size_bytes > known:
+            self._day_bytes_of[drive] = size_bytes
+            self.day_bytes += size_bytes - known
 
     def enter(self, now: float, place: np.uint64, drive: Drive, record: Placed, which: Mask) -> Mask:
         """List these pages of a record that is on disk."""
@@ -133,8 +147,9 @@ class Ledger:
 
     def wrote(self, drive: Drive, size_bytes: int) -> None:
         """So many bytes went to disk."""
-        self.today()
+        _, before = self.today_of(drive)
         self.day_bytes += size_bytes
+        self._day_bytes_of[drive] = before + size_bytes
         drive.written_bytes += size_bytes
 
     def make_room(self, now: float, number: int, size: int, count: int, kept: I64) -> tuple[int, WriteStatus]:
