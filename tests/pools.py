@@ -27,6 +27,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests.hatchery import Hatched, hatchery, special
+
 ROOT = Path(__file__).resolve().parents[1]
 READY = "umbp.pool ready "
 START_SECONDS_MAX = 120.0
@@ -52,7 +54,7 @@ class PoolProcess:
         self.socket = str(self.folder / "pool.sock")
         self.ready: dict[str, Any] = {}
         self._log = self.folder / "log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Hatched | None = None
         places = ["--name", self.name, "--socket", self.socket, "--shm-dir", str(self.shm_dir), "--http", "127.0.0.1:0", "--dram", dram]
         self.command = [sys.executable, "-m", module, *places, *options]
 
@@ -113,9 +115,13 @@ class PoolProcess:
         """Start, and do not wait: `await_ready` does."""
         assert not self.alive
         environ = {name: value for name, value in os.environ.items() if not name.startswith("UMBP_")} | NO_TLS
+        source = hatchery(special(environ))
         with self._log.open("ab") as log:
-            tied = [sys.executable, "-I", "-S", "-c", TIED, *self.command]
-            self._process = subprocess.Popen(tied, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environ)
+            if source.can(self.command, environ):
+                self._process = source.start(self.command, environ, ROOT, log)
+            else:
+                tied = [sys.executable, "-I", "-S", "-c", TIED, *self.command]
+                self._process = subprocess.Popen(tied, stdout=subprocess.PIPE, stderr=log, cwd=ROOT, env=environ)
 
     def await_ready(self) -> None:
         """Until it is."""
