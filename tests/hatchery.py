@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import gc
 import json
@@ -31,6 +30,8 @@ import sys
 import threading
 from pathlib import Path
 from typing import IO, Any
+
+from umbp.process import end_with
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECIAL = ("PYTHON", "LD_", "MALLOC", "GLIBC", "SSL_", "OMP_", "OPENBLAS")  # variables that count from the start of a process
@@ -176,7 +177,7 @@ def serve(requests: socket.socket) -> list[str]:
 
 
 def _become(parent: int, stdout: int, stderr: int, environment: dict[str, str], folder: str) -> None:
-    _end_with(parent)
+    end_with(parent, signal.SIGKILL)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
@@ -185,16 +186,10 @@ def _become(parent: int, stdout: int, stderr: int, environment: dict[str, str], 
     os.chdir(folder)
 
 
-def _end_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def main() -> None:
     """``tests.hatchery DESCRIPTOR PARENT``."""
     requests, parent = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
-    _end_with(parent)
+    end_with(parent, signal.SIGKILL)
     import umbp.master.server
     import umbp.pool.server  # noqa: F401 - what the others import
 

@@ -50,6 +50,7 @@ SSD_LEVELS_MAX = 8
 NUMA_REGIONS_MAX = 16
 NUMA_LEVELS_MAX = 8
 NUMA_GRANULE = 2 << 20
+FULL_MARKS = (0.98, 0.96)  # of a level, on evict: what a batch may need at once
 
 # Variables that begin with UMBP_ and are no field of the pool: those of clients, the folder of sockets, the scripts' switches.
 POOL_VARIABLE, RUNTIME_DIR_VARIABLE = "UMBP_POOL", "UMBP_RUNTIME_DIR"
@@ -290,6 +291,16 @@ class PoolConfig:
     def ssd_levels(self) -> tuple[str, ...]:
         """The levels of the SSD tier, the first one first: in the order in which folders name them."""
         return tuple(dict.fromkeys(folder.level for folder in self.ssd))
+
+    @property
+    def numa_marks(self) -> tuple[float, float]:
+        """The shares of a level of memory from which pages are offloaded, and down to which."""
+        return (self.numa_offload_high, self.numa_offload_low) if self.numa_offload == "watermark" else FULL_MARKS
+
+    @property
+    def ssd_marks(self) -> tuple[float, float]:
+        """The same of a level of the SSD tier."""
+        return (self.ssd_offload_high, self.ssd_offload_low) if self.ssd_offload == "watermark" else FULL_MARKS
 
     def validate(self) -> None:
         """The relations between fields."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 from dataclasses import dataclass
@@ -11,13 +10,11 @@ from pathlib import Path
 from umbp.errors import ConfigError
 from umbp.grammar import SIZE_BYTES_MAX, format_size
 
-PR_SET_PDEATHSIG = 1
 HUGE_PAGE_BYTES = 2 << 20
 MEMORY_FILESYSTEMS = ("tmpfs", "hugetlbfs", "ramfs", "")  # "": it cannot be told
 AUTO_DRAM_BYTES_MIN = 64 << 20  # what a pool that was told no size insists on finding
 AUTO_SHARE_OF_AVAILABLE = 0.25  # the rest is the engines': weights on their way to the device, pinned buffers, page cache
 AUTO_SHARE_OF_SHM = 0.80  # /dev/shm is shared with NCCL, RCCL and data loaders, which die of a full one
-_libc = ctypes.CDLL(None)  # here: a process that was only just forked should do as little as can be
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +103,3 @@ def filesystem(mounts: str, path: str) -> str:
         if len(point) >= len(best) and (path + "/").startswith(point.rstrip("/") + "/"):
             best, kind = point, found
     return kind
-
-
-def end_with(parent: int, number: int) -> None:
-    """In a process that was just forked by process ``parent``: it gets this signal when that is gone, however it ended."""
-    _libc.prctl(PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it died before that
-        os._exit(0)

@@ -38,7 +38,8 @@ from typing import Any
 
 from umbp.config import PoolConfig, default_socket, load_pool_config, near_pool
 from umbp.errors import ConfigError, UmbpError
-from umbp.machine import auto_dram, end_with
+from umbp.machine import auto_dram
+from umbp.process import end_with
 from umbp.store.numa import numa_nodes
 
 AGAIN_SECONDS = 1.0

@@ -205,10 +205,10 @@ def test_exception_in_the_middle_of_a_call_does_not_shift_the_replies(shared: Po
         assert connection is not None
         receive = connection._frame
 
-        def interrupted() -> bytearray:
+        def interrupted(until: float) -> bytearray:
             connection._frame = receive  # type: ignore[method-assign]
             signal.raise_signal(signal.SIGINT)
-            return receive()
+            return receive(until)
 
         connection._frame = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):

@@ -15,63 +15,31 @@ from tests.field.people import all_leased, eventually
 from tests.pools import PoolProcess
 from tests.store.disks import Fallible
 from umbp.client import straight
-from umbp.types import Tier, WriteStatus
+from umbp.types import WriteStatus
 
 pytest.importorskip("torch", reason="the loader needs torch: UMBP_WITH_TORCH=1 scripts/test installs it")
-import torch
-
-from tests.loader.caches import TOKENS, Cache, keys_of, slots_for
+from tests.loader.caches import keys_of, slots_for
 from tests.loader.host_runtime import HostRuntime
+from tests.loader.roomless import COUNT, LAYERS, SIZE, cache_of, loaded, served
 from umbp.loader.bounce import Bounce
 from umbp.loader.copies import Taken
 from umbp.loader.handles import Load
 from umbp.loader.past import Past
 from umbp.loader.tensors import KvTensors
 
-LAYERS, WIDTH = 4, 16 << 10
-SIZE = LAYERS * TOKENS * WIDTH
-COUNT = 12
-
-
-def cache_of() -> Cache:
-    return Cache({"kv": ((WIDTH,) * LAYERS, torch.uint8)})
-
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolProcess]:
-    """Pages 0 to COUNT are on its SSD."""
-    folder = tmp_path_factory.mktemp("ssd")
-    with PoolProcess("--ssd", f"{folder}:512MiB", "--ssd-admission", "always", dram="16MiB") as made:
-        cache, slots = cache_of(), np.arange(1, COUNT + 1)
-        with umbp.connect(made.socket) as pool, umbp.Loader(cache.namespace(pool), cache.tensors) as loader:
-            cache.write(range(COUNT), slots)
-            assert loader.offload(keys_of(range(COUNT)), slots).result().all(WriteStatus.STORED)
-            eventually(lambda: pool.status()["ssd"]["keys"] == COUNT, "they are on SSD")
-            eventually(lambda: pool.status()["leased_bytes"] == 0, "the pool does not hold them any more, to write them")
+    with served(tmp_path_factory.mktemp("ssd")) as made:
         yield made
-        assert "Traceback" not in made.log(), made.log()
 
 
 def test_pages_without_room_are_read_past_dram_and_the_others_from_it(server: PoolProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of pages in DRAM, pages on SSD and one that nobody has; in windows of a few."""
     monkeypatch.setattr("umbp.loader.past.WINDOW_BYTES", 2 * SIZE)
-    cache, slots = cache_of(), slots_for(1, COUNT + 1)
-    with umbp.connect(server.socket) as holder, umbp.connect(server.socket) as pool:
-        space, keys = cache.namespace(pool), keys_of([*range(COUNT), 999])
-        out = np.empty((3, SIZE), np.uint8)
-        space.get(keys[[3, 8, 9]], out)
-        with space.lease(keys[[3, 8, 9]]), all_leased(holder, SIZE), umbp.Loader(space, cache.tensors) as loader:
-            assert space.locate(keys[:COUNT]).tolist() == [Tier.DRAM if at in (3, 8, 9) else Tier.SSD for at in range(COUNT)]
-            load = loader.load(keys, slots, deadline=60.0)
-            for layer in range(LAYERS):
-                assert load.wait(layer)
-                assert cache.has(range(COUNT), slots[:COUNT], layer).all(), "a layer is ready before all of it is there"
-            done = load.finish()
-            assert done.missing.tolist() == [COUNT], done.reason
-            assert cache.has(range(COUNT), slots[:COUNT]).all()
-            assert cache.untouched(slots[:COUNT])
-            assert pool.statistics().read_straight == COUNT - 3
-            eventually(lambda: pool.status()["ssd"]["held_files"] == 0, "no file is held any more")
+    with loaded(server) as (pool, _, _):
+        assert pool.statistics().read_straight == COUNT - 3
+        eventually(lambda: pool.status()["ssd"]["held_files"] == 0, "no file is held any more")
 
 
 def test_after_a_load_that_found_no_room_in_its_middle_others_read_past_dram_at_once(server: PoolProcess, monkeypatch: Any) -> None:

@@ -109,10 +109,8 @@ def test_a_frozen_pool_is_expired_and_comes_back_by_itself_with_its_keys(
         until(lambda: master.states()[a.name] == "dead")
         assert not master.locations(bytes(keys[1]))
         client = umbp.connect(b.socket)
-        began = time.monotonic()
         status = client.namespace(**IDENTITY).get(keys, [bytearray(PAGE) for _ in keys], deadline=60.0)
-        assert time.monotonic() - began < 30.0
-        assert not status.where(umbp.ReadStatus.HIT).any()
+        assert status.all(umbp.ReadStatus.MISS)  # who has waited to the deadline is BUSY
         client.close()
     finally:
         a.signal(signal.SIGCONT)
@@ -207,10 +205,8 @@ def test_a_wrong_address_is_found_out_and_not_used(master: MasterProcess, pools:
         keys = put(nowhere, 14)
         until(lambda: master.locations(bytes(keys[0])))
         client = umbp.connect(right.socket)
-        began = time.monotonic()
         status = client.namespace(**IDENTITY).get(keys, [bytearray(PAGE)], deadline=60.0)
-        assert status[0] == umbp.ReadStatus.MISS
-        assert time.monotonic() - began < 30.0
+        assert status[0] == umbp.ReadStatus.MISS  # as above
         client.close()
         until(lambda: any("not used as a source" in line for line in call(nowhere.http + "/readyz")["warnings"]))
 

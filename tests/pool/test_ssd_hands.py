@@ -17,6 +17,7 @@ import pytest
 
 import umbp
 from tests.field.people import eventually
+from tests.masters import MasterProcess, reported
 from tests.pools import PoolProcess
 from umbp.store.locks import is_alive
 from umbp.types import NOWHERE, ReadStatus, Tier
@@ -164,6 +165,33 @@ def test_a_pool_whose_hands_are_killed_does_it_all_by_itself(pool: PoolProcess) 
         assert len(kept) == COUNT
         assert right(ns, *kept) == COUNT
     assert "Traceback" not in pool.log()
+
+
+def test_heartbeats_go_on_while_a_disk_hangs(folder: Path) -> None:
+    """Reads and writes hang in the disk; of what the master hears of the node nothing does."""
+    options = ("--ssd", f"{folder}:64MiB", "--ssd-admission", "always")
+    timing = ("--heartbeat", "0.05s", "--suspect-after", "30s", "--dead-after", "60s")
+    with MasterProcess(timing=timing) as master, master.pool(*options) as pool, connected(pool) as ns:
+        fill(pool, ns)
+        master.synced(pool)
+        (hands,), (*read, again) = hands_of(pool), on_ssd(ns)[:21]
+        os.kill(hands, signal.SIGSTOP)
+        try:
+            assert right(ns, *read, deadline=0.1) == 0
+            fresh = range(COUNT, COUNT + 20)
+            ns.put(keys_of(*fresh), pages_of(*fresh))
+            joins, beats = reported(pool, "joins"), reported(pool, "beats")
+            eventually(lambda: reported(pool, "beats") >= beats + 50, "heartbeats go on")
+            assert master.states() == {pool.name: "alive"}
+            assert reported(pool, "joins") == joins
+            eventually(
+                lambda: any(place == (pool.name, "dram") for place in master.locations(keys_of(fresh[-1]).tobytes())), "so do events"
+            )
+            assert right(ns, again, deadline=0.1) == 0  # it hangs still
+        finally:
+            os.kill(hands, signal.SIGCONT)
+        eventually(lambda: right(ns, *read) == len(read), "all is read")
+        eventually(lambda: status(pool)["ssd"]["waiting"] == 0, "all is written")
 
 
 @pytest.mark.slow  # as long as a disk may be silent

@@ -36,13 +36,12 @@ import numpy as np
 from umbp.core.allocator import rounded
 from umbp.core.objects import LIVE, RESERVED, Account, Objects
 from umbp.core.room import Room
+from umbp.policies.base import CHOSEN_MAX
 from umbp.store.index import W_SUM, place_word
 from umbp.types import F64, I64, U64, Mask
 
 PORTION_BYTES = 4 << 20  # 1 ms of copying
 PORTION_KEYS = 512
-CHOSEN_MAX = 512  # pages that are chosen together to go down: a pass over the policy's order is worth that many
-FULL_MARKS = (0.98, 0.96)  # on evict: what a batch may need at once
 ASKED_MAX = 64  # requests whose pages may come up
 FREE_IDS = 8  # of these one in so many may be used by a move
 
@@ -284,4 +283,4 @@ class Levels:
         return mask & ~objects.passing(ids)
 
 
-__all__ = ["FULL_MARKS", "Level", "Levels", "Move"]
+__all__ = ["Level", "Levels", "Move"]

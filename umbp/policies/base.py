@@ -32,6 +32,7 @@ REBALANCING = "rebalancing"
 CLUSTER_EVICTION = "cluster_eviction"
 CLEANING = "cleaning"  # these two are the SSD tier's: see the files of their names
 STRIPING = "striping"
+CHOSEN_MAX = 512  # pages that are chosen together to go down a level: a pass over a policy's order is worth that many
 CLUSTER_KINDS = (ROUTING, PLACEMENT, REPLICATION, REBALANCING, CLUSTER_EVICTION)
 KINDS = (EVICTION, ADMISSION, CLEANING, STRIPING, *CLUSTER_KINDS)
 SSD_KINDS = {"ssd_eviction": EVICTION, "ssd_admission": ADMISSION, "ssd_cleaning": CLEANING, "ssd_striping": STRIPING}

@@ -39,7 +39,6 @@ from umbp import wire
 from umbp.admin.listening import BACKLOG, Refusal, bind_tcp, bound_address, raise_file_limit
 from umbp.config import PoolConfig
 from umbp.core.groups import Groups
-from umbp.core.levels import FULL_MARKS
 from umbp.core.passage import passage_bytes
 from umbp.core.pool import Limits, Pool
 from umbp.errors import Conflict, SegmentError
@@ -436,7 +435,7 @@ class PoolServer:
 
 def _limits(config: PoolConfig, geometry: segments.Geometry, *, elsewhere: bool) -> Limits:
     """``elsewhere``: pages come from other places than this pool's clients, and may have to pass through."""
-    ahead, last = config.numa_offload == "watermark", regions.parts(config, geometry)[-1][1]
+    last = regions.parts(config, geometry)[-1][1]
     return Limits(
         lease_seconds=config.lease_seconds,
         lease_seconds_max=config.lease_seconds_max,
@@ -446,8 +445,8 @@ def _limits(config: PoolConfig, geometry: segments.Geometry, *, elsewhere: bool)
         watermark_low=config.watermark_low,
         checksum=config.checksum,
         passage_bytes=passage_bytes(geometry.data_bytes, last) if elsewhere else 0,
-        level_high=config.numa_offload_high if ahead else FULL_MARKS[0],
-        level_low=config.numa_offload_low if ahead else FULL_MARKS[1],
+        level_high=config.numa_marks[0],
+        level_low=config.numa_marks[1],
         promote=config.numa_promote,
     )
 

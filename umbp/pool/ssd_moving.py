@@ -21,7 +21,7 @@ from umbp.config import PoolConfig
 from umbp.core.objects import Account
 from umbp.core.pool import Pool
 from umbp.store.ssd import SsdTier
-from umbp.store.ssd_levels import FULL_MARKS, Level
+from umbp.store.ssd_levels import Level
 from umbp.store.ssd_moving import offload_steps, promote_steps
 from umbp.store.ssd_records import Batch
 from umbp.store.ssd_system import Steps
@@ -55,7 +55,7 @@ class SsdMoving:
         self.side = side
         config, levels = side.config, side.tier.levels
         levels.promotes = config.ssd_promote
-        levels.high, levels.low = (config.ssd_offload_high, config.ssd_offload_low) if config.ssd_offload == "watermark" else FULL_MARKS
+        levels.high, levels.low = config.ssd_marks
         self._came: deque[tuple[float, int, U8]] = deque(maxlen=CAME_MAX)
         self._more = asyncio.Event()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from umbp.machine import end_with
+from umbp.process import end_with
 from umbp.store.memory import Mapping
 from umbp.store.ssd_orders import (
     AREA,

@@ -26,16 +26,13 @@ from typing import Any
 
 import numpy as np
 
-from umbp.policies.base import EvictionPolicy
+from umbp.policies.base import CHOSEN_MAX, EvictionPolicy
 from umbp.store.index import W_PLACE
 from umbp.store.ssd_catalog import Catalog
 from umbp.store.ssd_drive import AWAY, Drive
 from umbp.store.ssd_format import BLOCK, padded
 from umbp.store.ssd_ledger import Ledger, pages_bytes
 from umbp.types import F64, I32, I64, U64, Mask
-
-CHOSEN_MAX = 512  # pages that are chosen together to go down: a pass over the policy's order is worth that many
-FULL_MARKS = (0.98, 0.96)  # on evict: what a batch may need at once
 
 
 @dataclass(slots=True)
