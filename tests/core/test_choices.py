@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.cluster import DIGEST, PAGE_BYTES, Cluster, runs, words
 from umbp.core.choices import DEFAULTS, Choices
-from umbp.errors import InvalidRequest, NotFound
+from umbp.errors import NotFound
 from umbp.policies import base
 from umbp.policies.base import CLUSTER_KINDS
 
@@ -109,5 +109,6 @@ def test_every_kind_has_a_default_that_can_be_had_and_previewed(kind: str) -> No
     assert choices.names[kind] in base.names(kind)
     with pytest.raises(NotFound, match=DEFAULTS[kind]):
         choices.swap(kind, "nonesuch")
-    with pytest.raises(InvalidRequest, match="nonesuch"):
+    with pytest.raises(NotFound, match=f"no {kind} policy 'nonesuch'; there are: ") as caught:
         choices.preview(kind, "nonesuch", None)
+    assert caught.value.field == "policy"

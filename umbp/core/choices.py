@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from umbp.errors import InvalidRequest, NotFound
-from umbp.policies.base import CLUSTER_EVICTION, CLUSTER_KINDS, PLACEMENT, REBALANCING, REPLICATION, ROUTING, build
+from umbp.policies.base import CLUSTER_EVICTION, CLUSTER_KINDS, PLACEMENT, REBALANCING, REPLICATION, ROUTING, build, find
 from umbp.policies.cluster import GO, KEEP, EvictView, FillView, HotView, PlaceView, RouteView
 from umbp.types import I64
 
@@ -59,12 +59,13 @@ class Choices:
         self._faults.pop(kind, None)
 
     def preview(self, kind: str, name: str, view: Any) -> Any:
-        """What the policy of this name would choose; nothing is changed, and a wrong answer is an InvalidRequest."""
+        """What the policy of this name would choose; nothing is changed. NotFound if there is none; a wrong answer is an InvalidRequest."""
         self._known(kind)
+        find(kind, name, "policy")
         try:
             return _CHECKED[kind](build(kind, name), view)
         except Exception as error:
-            raise InvalidRequest(f"the {kind} policy {name!r} failed: {error!r}", field="name") from error
+            raise InvalidRequest(f"the {kind} policy {name!r} failed: {error!r}", field="policy") from error
 
     def route(self, view: RouteView) -> I64:
         """See `RoutingPolicy.choose`."""
