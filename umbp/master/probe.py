@@ -43,7 +43,7 @@ class Prober:
             return f"{text} does not answer within {PROBE_SECONDS_MAX:g} s"
         except (aiohttp.ClientError, OSError) as error:
             inner = getattr(error, "os_error", error)  # aiohttp says the address once more, and more of it
-            return f"{text} cannot be reached: {getattr(inner, 'strerror', '') or inner or type(error).__name__}"
+            return f"{text} cannot be reached: {getattr(inner, 'strerror', '') or str(inner) or type(error).__name__}"
         named = b'"name":"' + member.node.encode() + b'"'
         if named not in answer or b'"boot":' + str(member.boot).encode() not in answer:
             return f"{text} is somebody else"

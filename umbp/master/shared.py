@@ -291,7 +291,7 @@ class SharedLog:
             if isinstance(error, TimeoutError) and seconds < CALL_SECONDS_MAX:  # it may only have been late
                 raise Unavailable(f"the store did not answer within {seconds:g} s") from None
             self._up.clear()
-            self.trouble = f"the store cannot be reached: {error or type(error).__name__}"
+            self.trouble = f"the store cannot be reached: {str(error) or type(error).__name__}"
             raise Unavailable(self.trouble) from None
         _heed_cancellation()
         return answer
