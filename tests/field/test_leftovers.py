@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import urllib.error
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import umbp
+from tests.masters import call
 from tests.pools import PoolProcess
 from umbp.types import WriteStatus
 
@@ -82,3 +86,21 @@ def test_a_stop_while_memory_is_faulted_in_is_quick_and_leaves_nothing() -> None
         assert not os.path.exists(pool.socket)
     finally:
         pool.remove()
+
+
+def test_a_pool_whose_memory_was_removed_says_that_it_is_to_be_started_anew() -> None:
+    """As a cleaner of temporary files does it: who has it mapped goes on, but nobody else can come."""
+    with PoolProcess("--on-exit", "release", dram="8MiB") as pool:
+        put_some(pool)
+        assert call(pool.http + "/healthz") == {"healthy": True, "reasons": []}
+        path = pool.segment
+        path.unlink()
+        for probe in ("/healthz", "/readyz"):
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                call(pool.http + probe)
+            assert caught.value.code == 503
+            assert str(path) in json.loads(caught.value.read())["reasons"][0]
+        assert pool.stop() == 0, pool.log()
+        pool.start()
+        assert held(pool) == 0
+        assert call(pool.http + "/readyz")["ready"]

@@ -50,7 +50,7 @@ CONNECTIONS_MAX = 8192  # two of each of `NODES_MAX` pools
 
 
 class Health(Document, frozen=True):
-    """Whether this process should be left alone or replaced."""
+    """Whether this process should be left alone or replaced, as a pool says it. A master that answers is never to be replaced."""
 
     healthy: bool
     reasons: list[str]
@@ -178,7 +178,7 @@ class MasterServer:
 
     def _application(self) -> web.Application:
         own = [
-            Endpoint("GET", "/healthz", "Alive? 503 says: replace it", self._health, Health, access="anyone", also=(503,)),
+            Endpoint("GET", "/healthz", "Alive?", self._health, Health, access="anyone"),
             Endpoint("GET", "/readyz", "Ready? 503 says: not now", self._readiness, Readiness, access="anyone", also=(503,)),
             Endpoint("GET", "/metrics", "Prometheus metrics", self._scrape, str, access="local", media_type="text/plain"),
         ]
@@ -193,18 +193,16 @@ class MasterServer:
         )
 
     async def _health(self, params: Nothing, body: Nothing) -> Reply:
-        reasons = self.master.core.choices.faults
-        return Reply(Health(healthy=not reasons, reasons=reasons), status=503 if reasons else 200)
+        return Reply(Health(healthy=True, reasons=[]))
 
     async def _readiness(self, params: Nothing, body: Nothing) -> Reply:
         ready = self.state == "ready"
-        faults = self.master.core.choices.faults
-        answer = Readiness(state=self.state, ready=ready, reasons=faults, warnings=self._warnings())
+        answer = Readiness(state=self.state, ready=ready, reasons=[], warnings=self._warnings())
         return Reply(answer, status=200 if ready else 503)
 
     def _warnings(self) -> list[str]:
         trouble = self.master.store.trouble
-        return [*self.config.warnings, *([trouble] if trouble else [])]
+        return [*self.config.warnings, *self.master.core.choices.faults, *([trouble] if trouble else [])]
 
     async def _scrape(self, params: Nothing, body: Nothing) -> Reply:
         return Reply(self.metrics.text(), media_type=CONTENT_TYPE)

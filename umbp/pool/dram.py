@@ -48,7 +48,7 @@ class Dram:
         path = self.segment.path
         self.segment.close()
         if release:
-            os.unlink(path)
+            Path(path).unlink(missing_ok=True)  # somebody else may have removed it
             segment.remove_beside(Path(path))
         self.lock.close(remove=release)
 

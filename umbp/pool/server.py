@@ -152,14 +152,18 @@ class PoolServer:
 
     @property
     def unhealthy(self) -> list[str]:
-        """What is wrong with this pool now, for ``/readyz``."""
-        return self.pool.faults() if self.state == "ready" else []
+        """Why this pool should be started anew: without its file no client finds the segment any more, nor would the next start."""
+        if self.state != "ready" or self.segment.is_at(self.segment.path):
+            return []
+        return [f"{self.segment.path} was removed: who has it mapped goes on, nobody else can come; start this pool anew"]
 
     @property
     def warnings(self) -> list[str]:
-        """What is not as it was asked for: fall-backs at the start, and what keeps it from its master."""
+        """What is not as it was asked for: fall-backs at the start, policies that failed, and what keeps it from its master."""
+        if self.state != "ready":
+            return self._warnings
         disks = self.ssd.warnings if self.ssd else []
-        return self._warnings + (self.cluster.warnings + disks + self.pins.warnings if self.state == "ready" else [])
+        return self._warnings + self.pool.faults() + self.cluster.warnings + disks + self.pins.warnings
 
     @property
     def boot(self) -> int:
