@@ -7,6 +7,7 @@ import pytest
 
 from tests.core.world import World, keys_of, open_namespace, put, stored
 from umbp.core.guard import GuardedCleaning, GuardedStriping, guarded_cleaning, guarded_striping
+from umbp.errors import InvalidRequest
 from umbp.policies import base
 from umbp.policies.cleaning import CostBenefit, Greedy
 from umbp.policies.striping import Even
@@ -87,6 +88,23 @@ def test_a_foreign_policy_that_fails_is_replaced_and_nothing_is_lost(wrong: str,
     (fault,) = world.pool.faults()
     assert "Foreign" in fault
     assert "lru took its place" in fault
+
+
+@pytest.mark.parametrize("wrong", ["raises", "on_inserted"])
+def test_a_preview_of_one_that_fails_says_so_and_a_swap_to_it_changes_nothing(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(64 * 1024, 64)
+    row = open_namespace(world.pool, "a", 4096)
+    put(world.pool, row, *range(8))
+    monkeypatch.setattr(Foreign, "wrong", wrong)
+    with pytest.raises(InvalidRequest, match="the eviction policy Foreign failed") as caught:
+        world.pool.preview_eviction(1.0, 4096, "foreign")
+    assert caught.value.field == "policy"
+    assert "took its place" not in str(caught.value)
+    if wrong == "on_inserted":
+        with pytest.raises(InvalidRequest, match="on_inserted"):
+            world.pool.swap_eviction(1.0, "foreign")
+    assert world.pool.faults() == []
+    assert world.pool.eviction != "foreign"
 
 
 def test_a_foreign_policy_that_behaves_stays() -> None:

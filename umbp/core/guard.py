@@ -13,11 +13,24 @@ from collections.abc import Callable
 
 import numpy as np
 
-from umbp.policies.base import AdmissionPolicy, Eligible, EvictionPolicy, Inserted, Request
+from umbp.errors import InvalidRequest
+from umbp.policies.base import (
+    ADMISSION,
+    CLEANING,
+    EVICTION,
+    STRIPING,
+    AdmissionPolicy,
+    Eligible,
+    EvictionPolicy,
+    Inserted,
+    Request,
+)
 from umbp.policies.cleaning import CleaningPolicy, CostBenefit
 from umbp.policies.lru import Lru
 from umbp.policies.striping import Even, StripingPolicy
 from umbp.types import F64, I32, I64, U64, Mask
+
+IN_ITS_PLACE = {EVICTION: "lru", ADMISSION: "always", CLEANING: "cost_benefit", STRIPING: "even"}  # of one that failed, by kind
 
 
 class Guarded:
@@ -78,6 +91,17 @@ class Guarded:
         self.policy = Lru(self._capacity)
         live = self._live().astype(np.int32)
         self.policy.on_inserted(Inserted(0.0, live, np.full(len(live), -1, np.int32), np.zeros(len(live), np.uint64)))
+
+
+def failed(policy: object) -> str:
+    """What this policy did wrong, and what took its place; "" if nothing."""
+    return str(getattr(policy, "fault", ""))
+
+
+def check_sound(policy: object) -> None:
+    """InvalidRequest if this policy has failed: who asks for it is told so, and not given what another one does in its place."""
+    if fault := failed(policy):
+        raise InvalidRequest(fault.rpartition("; ")[0], field="policy")
 
 
 def guarded(policy: EvictionPolicy, capacity: int, live: Callable[[], I64]) -> EvictionPolicy:

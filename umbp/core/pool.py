@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from umbp.core.allocator import WHOLE, Allocator, Region
-from umbp.core.guard import guarded, guarded_admission
+from umbp.core.guard import check_sound, failed, guarded, guarded_admission
 from umbp.core.history import History
 from umbp.core.leases import Lease, Leases, Pin
 from umbp.core.levels import Levels
@@ -157,7 +157,7 @@ class Pool:
 
     def faults(self) -> list[str]:
         """What policies of other packages did wrong."""
-        return [fault for policy in (self.objects.policy, self.admission) if (fault := getattr(policy, "fault", ""))]
+        return [fault for policy in (self.objects.policy, self.admission) if (fault := failed(policy))]
 
     def _oldest_first(self) -> I64:
         """Live objects, the longest unused first."""
@@ -411,16 +411,19 @@ class Pool:
 
     def swap_eviction(self, now: float, name: str) -> None:
         """Another eviction policy from now on; it is given all objects, longest unused first."""
-        policy = build(EVICTION, name, self.objects.capacity)
-        self._tell_policy(now, policy)  # first, so that one that cannot take it changes nothing
-        self.objects.install(guarded(policy, self.objects.capacity, self._oldest_first))
+        policy = guarded(build(EVICTION, name, self.objects.capacity), self.objects.capacity, self._oldest_first)
+        self._tell_policy(now, policy)
+        check_sound(policy)  # first, so that one that cannot take it changes nothing
+        self.objects.install(policy)
         self.eviction = name
 
     def preview_eviction(self, now: float, size_bytes: int, name: str, *, row: int = -1) -> I64:
         """What another eviction policy would let go first to free this many bytes, had it taken over now. Nothing is changed."""
-        policy = build(EVICTION, name, self.objects.capacity)
+        policy = guarded(build(EVICTION, name, self.objects.capacity), self.objects.capacity, self._oldest_first)
         self._tell_policy(now, policy)
-        return self.room.preview(now, size_bytes, row=row, policy=guarded(policy, self.objects.capacity, self._oldest_first))
+        ids = self.room.preview(now, size_bytes, row=row, policy=policy)
+        check_sound(policy)
+        return ids
 
     def swap_admission(self, name: str) -> None:
         """Another admission policy from now on."""

@@ -9,6 +9,7 @@ import msgspec
 
 from umbp.admin.api import Document
 from umbp.admin.openapi import release
+from umbp.core.guard import IN_ITS_PLACE, failed
 from umbp.core.objects import LIVE, ORPHAN, ZOMBIE
 from umbp.core.pool import NamespaceState, Pool
 from umbp.master.documents import PolicyDocument
@@ -484,7 +485,12 @@ def _counts(pool: Pool) -> Counts:
 
 
 def policy_document(pool: Pool, ssd: SsdSide | None, kind: str) -> PolicyDocument:
+    policy: object  # or what took its place
     if ssd and kind in SSD_KINDS:
-        return PolicyDocument(kind=kind, current=ssd.policies.names[kind], available=names(SSD_KINDS[kind]))
-    current = pool.eviction if kind == EVICTION else pool.admission_name
-    return PolicyDocument(kind=kind, current=current, available=names(kind))
+        current, kind_of = ssd.policies.names[kind], SSD_KINDS[kind]
+        policy = getattr(ssd.policies, kind_of)
+    elif kind == EVICTION:
+        current, kind_of, policy = pool.eviction, kind, pool.objects.policy
+    else:
+        current, kind_of, policy = pool.admission_name, kind, pool.admission
+    return PolicyDocument(kind=kind, current=IN_ITS_PLACE[kind_of] if failed(policy) else current, available=names(kind_of))

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from umbp.admin.api import Body, Endpoint, Nothing, Params, Reply, make_application
 from umbp.admin.openapi import release
+from umbp.core.guard import check_sound
 from umbp.core.objects import LIVE
 from umbp.core.pool import NamespaceState, Pool
 from umbp.errors import ConfigError, InvalidRequest, NotFound
@@ -365,6 +366,7 @@ class Handlers:
         while freed < wanted and now() < deadline:
             policy = ssd.policies.told(now(), ssd.tier, body.policy) if body.policy else None
             ids, sizes = ledger.victims(min(wanted - freed, EVICT_SLICE_BYTES), 0, none, number=number, policy=policy)
+            check_sound(policy)
             if not len(ids):
                 break
             first += items.ssd_victims(self.node, ids[: body.show - len(first)])

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from umbp.config import PoolConfig
-from umbp.core.guard import guarded, guarded_admission, guarded_cleaning, guarded_striping
+from umbp.core.guard import check_sound, failed, guarded, guarded_admission, guarded_cleaning, guarded_striping
 from umbp.errors import NotFound
 from umbp.policies.base import ADMISSION, CLEANING, EVICTION, SSD_KINDS, STRIPING, AdmissionPolicy, EvictionPolicy, Inserted, build
 from umbp.policies.cleaning import CleaningPolicy
@@ -43,7 +43,7 @@ class SsdPolicies:
     def faults(self) -> list[str]:
         """What policies of other packages did wrong."""
         every = (self.eviction, self.admission, self.cleaning, self.striping)
-        return [fault for policy in every if (fault := getattr(policy, "fault", ""))]
+        return [fault for policy in every if (fault := failed(policy))]
 
     def swap(self, now: float, tier: SsdTier, kind: str, name: str) -> None:
         """Another policy from now on. NotFound for a kind or name that there is not; then nothing is changed."""
@@ -64,7 +64,7 @@ class SsdPolicies:
         return guarded(build(EVICTION, name, self._entries), self._entries, self._oldest_first)
 
     def told(self, now: float, tier: SsdTier, name: str) -> EvictionPolicy:
-        """The eviction policy of this name, told of all pages; a swap makes it the one in use. NotFound if there is none."""
+        """The eviction policy of this name, told of all pages; a swap makes it the one in use. NotFound, InvalidRequest."""
         policy = self._eviction(name)
         order, table = self._oldest_first(), tier.catalog.table
         for start in range(0, len(order), TELL_SLICE):
@@ -72,4 +72,5 @@ class SsdPolicies:
             rows = table.entries[ids]
             prints = hashes(rows[:, :4], rows[:, 4] & LOW, table.seed)
             policy.on_inserted(Inserted(now, ids.astype(np.int32), np.full(len(ids), -1, np.int32), prints))
+        check_sound(policy)
         return policy
