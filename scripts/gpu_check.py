@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 NO_GPU = 3
 TOKENS, ROW_BYTES = 64, 656
-REPEATS = 5
+REPEATS = {"cuda": 5, "cpu": 1}  # a rehearsal measures nothing
 STAGING_BYTES = {"cuda": 64 << 20, "cpu": 2 << 20}
 LIMITS = {"tests": 165.0, "bandwidth": 45.0, "group_2": 45.0, "group_4": 50.0, "group_8": 60.0, "overlap": 40.0}
 REHEARSAL_TIMES = 4  # eight processes that import torch, on the two cores of a machine that has other work
@@ -126,6 +126,7 @@ class Engine:
         """Seconds of the load, of the work, of both one after the other, and of both at once."""
         torch = self.torch
         side = 2048 if self.device.type == "cuda" else 128
+        repeats = REPEATS[self.device.type]
         weight = torch.randn(side, side, device=self.device, dtype=torch.float32)
 
         def work() -> None:
@@ -150,12 +151,12 @@ class Engine:
             load.finish()
 
         timed(alone)
-        loading = statistics.median(timed(alone) for _ in range(REPEATS))
+        loading = statistics.median(timed(alone) for _ in range(repeats))
         timed(work)
-        once = statistics.median(timed(work) for _ in range(REPEATS))
+        once = statistics.median(timed(work) for _ in range(repeats))
         rounds = max(1, round(loading / self.layers / max(once, 1e-6)))  # as much work a layer as its load takes
-        working = statistics.median(timed(lambda: [work() for _ in range(rounds * self.layers)]) for _ in range(REPEATS))
-        both = statistics.median(timed(layered) for _ in range(REPEATS))
+        working = statistics.median(timed(lambda: [work() for _ in range(rounds * self.layers)]) for _ in range(repeats))
+        both = statistics.median(timed(layered) for _ in range(repeats))
         return {
             "load_ms": round(loading * 1e3, 3),
             "work_ms": round(working * 1e3, 3),
@@ -244,7 +245,7 @@ def group_step(world: int, *, pages: int, layers: int, device: str, group_way: s
     with PoolProcess(dram=str(2 * size + scratch)) as server, Ranks(server.socket, world, pages, layers, group_way, device) as ranks:
         found["offload"] = ranks.ask("store", only=0)[0]
         for way, command in (("solo", "load_alone"), (group_way, "load_together")):
-            rounds = [ranks.ask(command) for _ in range(REPEATS + 1)][1:]
+            rounds = [ranks.ask(command) for _ in range(REPEATS[device] + 1)][1:]
             every = [answer for answers in rounds for answer in answers]
             slowest = statistics.median(max(answer["last_layer"] for answer in answers) for answers in rounds)
             first = statistics.median(max(answer["first_layer"] for answer in answers) for answers in rounds)

@@ -195,7 +195,8 @@ def test_leases_are_bounded_by_bytes_and_a_refusal_changes_nothing() -> None:
     )
 
 
-def test_leases_are_bounded_in_number_a_session() -> None:
+def test_leases_are_bounded_in_number_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LEASES_PER_SESSION_MAX", 50)
     script = play(BASE)
     take = "1> lease a 1 as x -> held\n"
     script.run(take * leases.LEASES_PER_SESSION_MAX)

@@ -33,6 +33,7 @@ from tests.field.people import (
 )
 from tests.pools import ROOT, PoolProcess
 from umbp import ReadStatus, WriteStatus
+from umbp.client import link, sync
 
 MIB = 1 << 20
 
@@ -220,7 +221,8 @@ def test_damaged_segment_is_made_anew_or_repaired(damage: str) -> None:
 
 
 @pytest.mark.parametrize("state", ["killed", "frozen"])
-def test_close_is_bounded_without_a_pool(state: str) -> None:
+def test_close_is_bounded_without_a_pool(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync, "CLOSE_SECONDS_MAX", 0.5)
     with PoolProcess(dram="8MiB") as server:
         pools = [umbp.connect(server.socket) for _ in range(4)]
         spaces = [open_namespace(pool, 4096) for pool in pools]
@@ -251,7 +253,7 @@ def test_close_is_bounded_without_a_pool(state: str) -> None:
         del leases, spaces
 
 
-def test_frozen_pool_delays_no_read_and_no_call_for_ever() -> None:
+def test_frozen_pool_delays_no_read_and_no_call_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     with PoolProcess(dram="8MiB") as server, umbp.connect(server.socket) as pool:
         space, out = open_namespace(pool, 4096), np.zeros((1, 4096), np.uint8)
         space.put(keys_of(1), values_of([1], 4096))
@@ -262,8 +264,10 @@ def test_frozen_pool_delays_no_read_and_no_call_for_ever() -> None:
             assert space.lookup(keys_of(1)).all()
             assert space.get(keys_of(1), out).all(ReadStatus.HIT)
         assert calls == []  # a read asks nobody, so nobody delays it
-        assert space.put(keys_of(2), values_of([2], 4096)).all(WriteStatus.UNAVAILABLE)
-        assert space.put(keys_of(2), values_of([2], 4096)).all(WriteStatus.UNAVAILABLE)
+        with monkeypatch.context() as patch:
+            patch.setattr(link.Bond.call, "__kwdefaults__", {"seconds": 0.5, "late": None})
+            assert space.put(keys_of(2), values_of([2], 4096)).all(WriteStatus.UNAVAILABLE)
+            assert space.put(keys_of(2), values_of([2], 4096)).all(WriteStatus.UNAVAILABLE)
         server.signal(18)
         eventually(lambda: pool.connected, "connected again")
         assert space.put(keys_of(2), values_of([2], 4096)).all(WriteStatus.STORED, WriteStatus.EXISTS)

@@ -20,7 +20,7 @@ import umbp
 from tests.field.people import Child, Wire, bytes_of, cpu_seconds, eventually, keys_of, open_namespace, values_of
 from tests.pools import ROOT, PoolProcess
 from umbp import Layout, ReadStatus, WriteStatus
-from umbp.client import mover
+from umbp.client import mover, operations
 
 MIB = 1 << 20
 BIG = 2 * MIB
@@ -331,7 +331,10 @@ def test_stalled_write_is_a_miss_for_all_and_wakes_nobody() -> None:
             client.close()
 
 
-def test_put_waits_for_another_writer_and_copies_nothing(shared: PoolProcess, space_of: Any, tenant: str) -> None:
+def test_put_waits_for_another_writer_and_copies_nothing(
+    shared: PoolProcess, space_of: Any, tenant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operations, "IN_FLIGHT_SECONDS_MAX", 0.3)
     with Wire(shared.socket, 4096, tenant=tenant) as writer:
         space = space_of(4096)
         number, _, ids, _ = writer.reserve(keys_of(1, 2))
@@ -345,6 +348,7 @@ def test_put_waits_for_another_writer_and_copies_nothing(shared: PoolProcess, sp
 
 
 def _put_one(child: Child, socket: str, tenant: str) -> None:
+    operations.IN_FLIGHT_SECONDS_MAX = 60.0  # however long it is until the other has its turn
     with umbp.connect(socket) as pool:
         space = open_namespace(pool, 4096, tenant=tenant)
         child.say("putting")

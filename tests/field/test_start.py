@@ -206,7 +206,8 @@ def test_socket_that_is_alive_or_no_socket_at_all(folder: Path) -> None:
         bind_unix(f"{plain}/pool.sock")
 
 
-def test_connect_where_nobody_listens_says_what_to_start(folder: Path) -> None:
+def test_connect_where_nobody_listens_says_what_to_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("umbp.client.connection.CONNECT_SECONDS_MAX", 0.2)
     with pytest.raises(umbp.Unavailable, match=r"python -m umbp\.pool"):
         umbp.connect(str(folder / "nobody.sock"))
     (folder / "stale.sock").write_text("")

@@ -1,7 +1,7 @@
 """Runs what needs Triton in processes of its own, once a session, and skips with a message where Triton or torch is missing.
 
 Two of them take long: one that compiles all kernels, and one that runs all kernels that are tested in the interpreter. Both are started
-together, before the first of their tests, and each test waits for its own part.
+together, before the first test of all, have the processors that others leave, and each test waits for its own part.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+GENTLY = ("nice", "-n", "10")
 SECONDS_MAX = 480.0  # on a machine that others keep busy: some 20 by itself
 INTERPRETED = ("fused_read_push", "gather_push", "page_load", "page_mend", "page_store", "turn_gates", "wait_signal")
 
@@ -75,16 +76,19 @@ class Background:
         self._folder = tempfile.TemporaryDirectory(prefix="umbp-triton-")
         self._errors = (Path(self._folder.name) / "errors").open("w+")
         environment["TRITON_CACHE_DIR"] = self._folder.name
+        line = [*GENTLY, *line]
         self._process = subprocess.Popen(line, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._errors, text=True)
-        self._limit = threading.Timer(SECONDS_MAX, self._process.kill)
-        self._limit.daemon = True
-        self._limit.start()
+        self._limit: threading.Timer | None = None
         self.said: dict[str, Any] = {}
         atexit.register(self.close)
 
     def line(self) -> Any:
         """The next line as JSON."""
         assert self._process.stdout is not None
+        if self._limit is None:  # from when somebody waits for it
+            self._limit = threading.Timer(SECONDS_MAX, self._process.kill)
+            self._limit.daemon = True
+            self._limit.start()
         if not (line := self._process.stdout.readline()):
             status = self._process.wait()
             self._errors.seek(0)
@@ -94,7 +98,8 @@ class Background:
     def close(self) -> None:
         """End it."""
         atexit.unregister(self.close)
-        self._limit.cancel()
+        if self._limit is not None:
+            self._limit.cancel()
         self._process.kill()
         self._process.wait()
         assert self._process.stdout is not None

@@ -31,7 +31,7 @@ def test_one_batch_may_fill_a_bucket() -> None:
     ghosts = Ghosts(8)
     pool = np.arange(200_000, dtype=np.uint64)
     bucket = ghosts.add(pool[:1])[0] // WAYS
-    same = np.array([key for key in pool.tolist() if ghosts._rows(np.array([key], np.uint64))[0][0, 0] // WAYS == bucket][:WAYS], np.uint64)
+    same = pool[ghosts._rows(pool)[0][:, 0] // WAYS == bucket][:WAYS]
     assert len(np.unique(ghosts.add(same))) == WAYS
     assert (ghosts.find(same) >= 0).all()
 
