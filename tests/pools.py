@@ -56,6 +56,7 @@ class PoolProcess:
         self._log = self.folder / "log"
         self._process: subprocess.Popen[bytes] | Hatched | None = None
         places = ["--name", self.name, "--socket", self.socket, "--shm-dir", str(self.shm_dir), "--http", "127.0.0.1:0", "--dram", dram]
+        places += ["--neighbours", "off"]  # pages of other pools come by the network, as from other machines, unless a test is about this
         self.command = [sys.executable, "-m", module, *places, *options]
 
     def __enter__(self) -> PoolProcess:

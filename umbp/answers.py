@@ -9,6 +9,20 @@ import msgspec
 from umbp.frames import FRAME_BYTES_MAX, Message
 
 
+class Neighbour(Message, frozen=True, tag="neighbour"):
+    """Another pool of this machine: its name, boot id and Unix socket, as the master says."""
+
+    name: str
+    boot: int
+    socket: str
+
+
+class Neighbours(Message, frozen=True, tag="neighbours"):
+    """All that this pool knows of; a bounded number."""
+
+    neighbours: list[Neighbour]
+
+
 class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
     """The session is open. ``segment`` is the path of the shared-memory file; ``fetches``: pages may be had from elsewhere than DRAM.
 
@@ -16,7 +30,7 @@ class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
     (`Fetch`). ``numa``: NUMA nodes on which this pool has memory, where a client may choose (`Near`). What lies at ``passage`` or beyond,
     in the segment's data, only passes through (`Taken`); 0: nothing does. ``handover``: what to say to be handed descriptors
     (`HANDOVER_REQUEST`), as hex; "": none are. ``files``: pages that are on SSD may be read from its files (`ReadFiles`); ``through``: and
-    need not be kept in DRAM.
+    need not be kept in DRAM. ``neighbours``: whose memory clients may read too; None: nobody's, and there is no use in asking again.
     """
 
     session: int
@@ -36,6 +50,7 @@ class Welcome(Message, frozen=True, tag="welcome", omit_defaults=True):
     handover: str = ""
     files: bool = False
     through: bool = False
+    neighbours: list[Neighbour] | None = None
 
 
 class NamespaceOpened(Message, frozen=True, tag="namespace"):

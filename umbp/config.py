@@ -245,6 +245,9 @@ class PoolConfig:
     tag: tuple[tuple[str, str], ...] = _option(
         "Cluster", _tags, "", "rack=r12", "what this node is, in words of your own; labels of its metrics; several", (), several=True
     )
+    neighbours: str = _option(
+        "Cluster", _choice("read", "off"), "read", "off", "pages of other pools of this machine: clients read them where they lie, or not"
+    )
     transport: str = _option("Cluster", _choice("http", "nixl"), "http", "nixl", "how pages travel: http, or nixl where both ends have it")
     token: str = _option("Access", _token, "", "TOKEN", "token of HTTP calls; better by UMBP_TOKEN, since ps shows flags")
     token_file: str = _option("Access", _path, "", "/etc/umbp/token", "file whose only line is the token")

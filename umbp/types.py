@@ -25,13 +25,14 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 
 
 class Tier(IntEnum):
-    """Where the bytes of a page can lie, fastest first."""
+    """Where the bytes of a page can lie, fastest first; but NEIGHBOUR, another pool's DRAM on this machine, is next to DRAM."""
 
     HBM = 0
     HOST = 1
     DRAM = 2
     SSD = 3
     REMOTE = 4
+    NEIGHBOUR = 5
 
 
 # Arrays of statuses are compared with and filled from `.value`: to make an item of an enum's member costs NumPy 8 us a call.

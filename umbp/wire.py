@@ -1,9 +1,9 @@
 """The session's messages, each a frame (`umbp.frames`), and with `umbp.answers` what is answered.
 
 A client opens a session on the pool's Unix socket as an HTTP upgrade (`UPGRADE_REQUEST`), then sends one request and reads one reply at
-a time; `Note`, `Near`, `UseSpare`, `Taken` and `EndFetch` alone have no reply. Which arrays a message carries stands in its docstring; n is
-a number of keys, m of reserved objects. Keys a call and text lengths are bounded; whatever does not fit its message exactly closes that
-connection and no other.
+a time; `Note`, `Near`, `ReadNear`, `UseSpare`, `Taken` and `EndFetch` alone have no reply. Which arrays a message carries stands in its
+docstring; n is a number of keys, m of reserved objects. Keys a call and text lengths are bounded; whatever does not fit its message exactly
+closes that connection and no other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from umbp.answers import Fetched as Fetched
 from umbp.answers import FileRefs as FileRefs
 from umbp.answers import Leased as Leased
 from umbp.answers import NamespaceOpened as NamespaceOpened
+from umbp.answers import Neighbour as Neighbour
+from umbp.answers import Neighbours as Neighbours
 from umbp.answers import Numbers as Numbers
 from umbp.answers import Prefetched as Prefetched
 from umbp.answers import Reserved as Reserved
@@ -356,6 +358,16 @@ class GetPrefetched(Message, frozen=True, tag="get_prefetched"):
     request: Text
 
 
+class GetNeighbours(Message, frozen=True, tag="get_neighbours"):
+    """Who they are by now."""
+
+
+class ReadNear(Message, frozen=True, tag="read_near"):
+    """Pages that this client has read in the memory of neighbours, since it said so last: name, pages and bytes of each. No reply."""
+
+    reads: Annotated[list[tuple[Text, Number, Number]], msgspec.Meta(max_length=64)]
+
+
 class GetStatus(Message, frozen=True, tag="status"):
     """What ``/v1/status`` says."""
 
@@ -368,11 +380,11 @@ _OfSessions: TypeAlias = Hello | Near | OpenNamespace | LetGo | GetStatus | Bye
 _OfPages: TypeAlias = Reserve | Commit | UseSpare | TakeLease | Renew | Release | Remove | Flush | Note | Corrupt | MakeSums | Pin | Unpin
 _OfGroups: TypeAlias = TakeScratch | GiveScratch | OpenGroup | Join | Leave
 _OfFetches: TypeAlias = Fetch | GetFetched | Taken | EndFetch | Locate | Prefetch | GetPrefetched
-_ByClients: TypeAlias = ReadFiles | EndFiles | Receive | EndErrand
+_ByClients: TypeAlias = ReadFiles | EndFiles | Receive | EndErrand | GetNeighbours | ReadNear
 Request: TypeAlias = _OfSessions | _OfPages | _OfGroups | _OfFetches | _ByClients
 
 _ForPages: TypeAlias = Reserved | Statuses | Committed | Leased | Numbers | Sums | Fetched | Errand | Prefetched
-Reply: TypeAlias = _ForPages | FileRefs | Welcome | NamespaceOpened | ScratchTaken | Roster | Document | Failed
+Reply: TypeAlias = _ForPages | FileRefs | Welcome | Neighbours | NamespaceOpened | ScratchTaken | Roster | Document | Failed
 
 _requests: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from umbp.core.membership import ALIVE, DEAD, DRAINING, MOVES, NAMES_SHOWN_MAX, NODES_MAX, SUSPECT, Changed, Member, Membership, Timing
+from umbp.core.membership import (
+    ALIVE,
+    DEAD,
+    DRAINING,
+    MOVES,
+    NAMES_SHOWN_MAX,
+    NEIGHBOURS_MAX,
+    NODES_MAX,
+    SUSPECT,
+    Changed,
+    Member,
+    Membership,
+    Timing,
+)
 from umbp.errors import Conflict, LimitReached, NotFound, UnknownNode
 
 TIMING = Timing(heartbeat=1.0, suspect=3.0, dead=10.0, pause=1.0)
@@ -40,6 +53,28 @@ def test_a_node_that_beats_is_never_expired() -> None:
     a = world.join()
     assert world.wait(60.0, a) == []
     assert a.state == ALIVE
+
+
+def test_neighbours_are_live_pools_of_the_same_kernel_and_shared_memory_that_want_to_be() -> None:
+    world = World()
+
+    def pool(node: str, place: str, boot: int = 1, **addresses: str) -> Member:
+        return world.membership.join(world.now, node, boot, place, addresses, hash((node, boot)), draining=False)[0]
+
+    a, b = pool("a", "k1:23:7:a", unix="/a"), pool("b", "k1:23:8:b", unix="/b")
+    pool("another-shm", "k1:24:7:c", unix="/c")
+    pool("another-kernel", "k2:23:7:d", unix="/d")
+    off = pool("off", "k1:23:7:e")
+    nowhere = [pool(name, "5e1f", unix="/f") for name in ("f", "g")]
+    near = world.membership.neighbours
+    assert (near(a), near(b), near(off), *map(near, nowhere)) == ([b], [a], [], [], [])
+    again = pool("a", "k1:23:7:a", boot=2, unix="/a")
+    assert near(b) == [again]
+    world.membership.leave(again)
+    assert near(b) == []
+    many = [pool(f"m{number}", f"k1:23:7:m{number}", unix="/m") for number in range(NEIGHBOURS_MAX + 1)]
+    assert near(b) == many[:NEIGHBOURS_MAX]
+    world.membership.check()
 
 
 def test_silence_is_suspected_and_then_dead() -> None:

@@ -56,6 +56,13 @@ def status_grid(status: dict[str, Any]) -> Table:
         for region in status.get("regions", [])
     ]
     rows += [(f"level {level['name']}", _level(level)) for level in status.get("levels", [])]
+    rows += [
+        (
+            "neighbour",
+            cell(f"{each['name']}{'' if each['there'] else ' (gone)'}  {each['pages']:,} pages read there ({format_size(each['bytes'])})"),
+        )
+        for each in status.get("neighbours", [])
+    ]
     rows += [("ssd" if not at else "", line) for at, line in enumerate(_ssd(status["ssd"]))] if status.get("ssd") else []
     rows += [("unhealthy", cell(line, "red")) for line in status["unhealthy"]]
     rows += [("note", cell(line, "yellow")) for line in status["warnings"]]

@@ -24,6 +24,7 @@ from umbp.client.fetches import PrefetchStatus
 from umbp.client.late import Late
 from umbp.client.lease import Lease
 from umbp.client.link import Link
+from umbp.client.neighbours import Neighbours
 from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations, open_or_raise
 from umbp.client.statistics import ClientStatistics
@@ -153,6 +154,7 @@ class AsyncPool:
 
     def __init__(self, address: str, client: str) -> None:
         self._link = Link(address, client)
+        self._link.neighbours = Neighbours(self._link)
         self._connection: AsyncConnection | None = None
         self._task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()

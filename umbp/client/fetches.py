@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from umbp import wire
-from umbp.client import errands, straight
+from umbp.client import errands, neighbours, straight
 from umbp.client.buffers import Rows
 from umbp.client.late import forgotten, within
 from umbp.client.link import Bond, Look
@@ -142,10 +142,13 @@ def get(operations: Operations, keys: Any, out: Any, verify: str, deadline: floa
     seconds = _seconds(deadline, FETCH_SECONDS)
     statuses = yield from within(operations.get(keys, out, verify), time.monotonic() + seconds + ANSWER_SECONDS)
     missing = np.flatnonzero(statuses.codes == ReadStatus.MISS.value)
+    if not len(missing):
+        return statuses
+    array, rows, codes, until = as_keys(keys), operations.rows(out), statuses.codes, time.monotonic() + seconds
+    missing = yield from neighbours.read(operations, array, rows, codes, missing, verify)
     bond = operations.link.bond_or_none()
     if not len(missing) or not seconds or bond is None or not bond.fetches:
         return statuses
-    array, rows, codes, until = as_keys(keys), operations.rows(out), statuses.codes, time.monotonic() + seconds
     past = straight.able(bond)
     if past and bond.through:
         yield from straight.read(operations, array, codes, missing, straight.into(rows), until)
@@ -241,6 +244,9 @@ def locate(operations: Operations, keys: Any) -> Operation[U8]:
         return tiers
     tiers[look.found.hit] = Tier.DRAM
     absent = np.flatnonzero(~look.found.hit)
+    nearby = operations.nearby(array[absent])
+    tiers[absent[nearby]] = Tier.NEIGHBOUR
+    absent = absent[~nearby]
     if look.bond.ssd is not None and len(absent):
         on_ssd = operations.on_ssd(look, array[absent])
         tiers[absent[on_ssd]] = Tier.SSD

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import secrets
 import threading
 import time
@@ -34,15 +33,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from umbp import wire
+from umbp.client import mapping
 from umbp.client.files import IDLE_SECONDS, Files
 from umbp.client.handover import Handover
 from umbp.client.late import Late
 from umbp.client.opened import Opened, Spare
 from umbp.client.statistics import ClientStatistics
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
-from umbp.errors import InvalidRequest, SegmentError, Unavailable
+from umbp.errors import InvalidRequest, Unavailable
 from umbp.layout import Namespace
-from umbp.store import memory, numa, segment, ssd_table
+from umbp.store import numa
 from umbp.store.bell import Bell
 from umbp.store.index import Found, IndexReader
 from umbp.store.segment import H_BOOT, S_SESSION, Segment
@@ -50,6 +50,7 @@ from umbp.types import U8, U64
 
 if TYPE_CHECKING:
     from umbp.client.lease import Lease
+    from umbp.client.neighbours import Neighbours
 
 NOTES_MAX = 128  # kept at a time
 NOTE_BYTES_MAX = 4 << 20
@@ -113,9 +114,12 @@ class Filling:
 class Link:
     """State of one client; every method is quick and never waits."""
 
-    def __init__(self, address: str, client: str) -> None:
+    def __init__(self, address: str, client: str, *, only: wire.Neighbour | None = None) -> None:
+        """``only``: the pool that it is to be, which is then read from and not written to."""
         self.address = address
         self.client = client
+        self._only = only
+        self.neighbours: Neighbours | None = None  # who else may be read from
         self._holder = _new_holder()
         self.handover = Handover()
         self.files = Files(self.handover)
@@ -174,6 +178,8 @@ class Link:
         """What to do on a fresh connection."""
         reply, _ = yield Call(wire.Hello(wire.VERSION, self.client, self.session, self._holder))
         assert isinstance(reply, wire.Welcome)
+        if self._only is not None and (reply.name, reply.boot) != (self._only.name, self._only.boot):
+            raise Unavailable(f"{reply.name} of boot {reply.boot} answers on {self.address}, not {self._only.name} of {self._only.boot}")
         if self._map(reply):  # other memory: none of it was ever reserved by us, and its rows are not those of our notes
             self.owed.clear()
             self.forget_notes()
@@ -193,10 +199,12 @@ class Link:
             for lease in self.leases.values():
                 lease.lost = True
             self.leases.clear()
-            elsewhere = (reply.fetches, self._ssd_index(reply), reply.far, reply.ranged, reply.passage)
+            elsewhere = (reply.fetches, mapping.ssd_index(reply.ssd if self._only is None else ""), reply.far, reply.ranged, reply.passage)
             past = (reply.handover, reply.files, reply.through)
             self.bond = Bond(reply.session, reply.boot, reply.checksum, *views, *elsewhere, *past)
         self.up = True
+        if self.neighbours is not None:
+            self.neighbours.told(reply.neighbours)
         if self.near is not None:
             yield from self.be_near(self.near)
 
@@ -298,6 +306,8 @@ class Link:
         for opened in self.namespaces:
             opened.spares.clear()
         self.forget_notes()
+        if self.neighbours is not None:
+            self.neighbours.forked()
 
     # -- leases ------------------------------------------------------------------------------------------------------------------------
 
@@ -337,6 +347,8 @@ class Link:
             self.owed.discard(bond)
         yield from self.return_spares(SPARE_SECONDS)
         self.files.shed()
+        if self.neighbours is not None:
+            yield from self.neighbours.ask()
         if due := self.due_for_renewal(time.monotonic()):
             asked = time.monotonic()
             reply, _ = yield Call(wire.Renew([lease.number for lease in due]))
@@ -424,6 +436,8 @@ class Link:
         with self._lock:
             notes, self._notes, self._note_bytes = self._notes, deque(), 0
             self.statistics.notes_sent += len(notes)
+        if self.neighbours is not None and (reads := self.neighbours.take_reads()):
+            yield Send(wire.ReadNear(reads))
         while notes:
             part = [notes.popleft()]
             size = part[0][1].nbytes
@@ -437,35 +451,14 @@ class Link:
 
     def _map(self, welcome: wire.Welcome) -> bool:
         """Map the pool's segment; False if it is the one that is mapped already."""
-        path = os.path.join(os.environ.get("UMBP_SHM_DIR", os.path.dirname(welcome.segment)), os.path.basename(welcome.segment))
+        path = mapping.here(welcome.segment)
         if self.segment is not None:
             if self.segment.is_at(path):
                 return False
             self.segment.close()
             self.segment = None
-        try:
-            found = segment.attach(path, owner=False, holder=self._holder)
-        except (OSError, SegmentError) as error:
-            raise Unavailable(
-                f"the pool's memory {path} cannot be mapped ({error}): share its folder with this container, or name it by UMBP_SHM_DIR"
-            ) from error
-        self.segment = found
-        memory.populate(found.head, write=False, threads=1)
-        # The first pass over pages that are not in this process's page tables costs twice a warm one, so they are entered ahead of use.
-        threading.Thread(target=_populate, args=(found,), name="umbp-populate", daemon=True).start()
+        self.segment = mapping.mapped(path, welcome.boot, self._holder, writes=self._only is None)
         return True
-
-    @staticmethod
-    def _ssd_index(welcome: wire.Welcome) -> IndexReader | None:
-        """The index of the SSD tier; without it where pages are is asked by a call."""
-        if not welcome.ssd:
-            return None
-        try:
-            return ssd_table.reader(
-                os.path.join(os.environ.get("UMBP_SHM_DIR", os.path.dirname(welcome.ssd)), os.path.basename(welcome.ssd))
-            )
-        except (OSError, SegmentError):
-            return None
 
     def unmap(self) -> None:
         """Let the mapping go; views that are still held keep theirs."""
@@ -474,16 +467,9 @@ class Link:
         self.segment = self.bond = None
         self.files.close()
         self.handover.close()
+        if self.neighbours is not None:
+            self.neighbours.close()
 
 
 def _new_holder() -> int:
     return secrets.randbits(60) + 1
-
-
-def _populate(found: Segment) -> None:
-    mapping = found.data
-    keep = mapping.array  # while this is held the memory stays mapped
-    for start in range(0, found.geometry.data_bytes, memory.SLICE_BYTES):
-        if mapping.array is not keep:  # closed meanwhile
-            return
-        mapping.advise(start, min(memory.SLICE_BYTES, found.geometry.data_bytes - start), memory.MADV_POPULATE_WRITE)

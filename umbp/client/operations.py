@@ -29,6 +29,7 @@ import numpy as np
 
 from umbp import wire
 from umbp.client import mover
+from umbp.client.arguments import check_lengths, check_seconds, check_verify
 from umbp.client.buffers import Rows, as_rows
 from umbp.client.late import forgotten
 from umbp.client.lease import Lease, let_go
@@ -47,7 +48,6 @@ RELEASE_SECONDS_MAX = 2.0  # who does not hear of it in this time takes the leas
 LEASE_SECONDS_MIN = 2.0  # a shorter lease is waited for this long
 Fill = Callable[[I64, U8, I64], None]
 """(which items of the batch, the segment's data, their offsets in it): write those objects, and return only when it is done."""
-VERIFY = ("never", "sampled", "always")
 SAMPLE_ONE_IN = 16
 
 
@@ -93,9 +93,9 @@ class Operations:
         return keys, start + count if start + count < len(entries) else 0
 
     def lookup(self, keys: Any, session: str, tier: Tier = Tier.DRAM) -> Mask:
-        """Which keys are stored in this tier of this node or a faster one, DRAM or SSD; (n,) bool. No call."""
+        """Which keys are stored in this tier of this node or a faster one, DRAM or SSD, or in DRAM or a neighbour's; (n,) bool. No call."""
         array = as_keys(keys)
-        if tier is not Tier.DRAM and tier is not Tier.SSD:
+        if tier not in (Tier.DRAM, Tier.SSD, Tier.NEIGHBOUR):
             raise InvalidRequest(f"{tier!r} cannot be looked up without a call: see locate()", field="tier", example="umbp.Tier.SSD")
         if not len(array):
             return np.zeros(0, bool)
@@ -107,6 +107,9 @@ class Operations:
         if tier is Tier.SSD and not hit.all():
             absent = np.flatnonzero(~hit)
             hit[absent] = self.on_ssd(look, array[absent])
+        if tier is Tier.NEIGHBOUR and not hit.all():
+            absent = np.flatnonzero(~hit)
+            hit[absent] = self.nearby(array[absent])
         return hit
 
     def on_ssd(self, look: Look, keys: U8) -> Mask:
@@ -114,6 +117,10 @@ class Operations:
         if look.bond.ssd is None:
             return np.zeros(len(keys), bool)
         return look.bond.ssd.find(key_words(keys), look.number, place_word(look.number, self.object_bytes)).hit
+
+    def nearby(self, keys: U8) -> Mask:
+        """Which of these neighbours have in DRAM."""
+        return self.link.neighbours.hold(self, keys) if self.link.neighbours is not None else np.zeros(len(keys), bool)
 
     def prefix(self, keys: Any, session: str, tier: Tier = Tier.DRAM) -> int:
         """Length of the leading run of stored keys. No call."""
@@ -123,8 +130,8 @@ class Operations:
     def get(self, keys: Any, out: Any, verify: str) -> Operation[Statuses]:
         """Copy pages out; one `ReadStatus` an item."""
         array, rows = as_keys(keys), self.rows(out)
-        _check_lengths(array, rows, "out")
-        _check_verify(verify)
+        check_lengths(array, rows, "out")
+        check_verify(verify)
         if len(array):
             self.note_once(array)
         return (yield from self.read(array, rows, verify))
@@ -139,14 +146,9 @@ class Operations:
             status[:] = ReadStatus.BUSY.value
             return Statuses(status, ReadStatus)
         wanted = np.flatnonzero(look.found.hit)
-        step = max(1, CHUNK_BYTES // self.object_bytes)
-        lost: list[I64] = []
-        for start in range(0, len(wanted), step):
-            part = wanted[start : start + step]
-            good = yield from self._copy_out(look, part, rows)
-            status[part[good]] = ReadStatus.HIT.value
-            lost.append(part[~good])
-        again = np.concatenate(lost) if lost else wanted
+        good = yield from self.copy_found(look, wanted, rows)
+        status[wanted[good]] = ReadStatus.HIT.value
+        again = wanted[~good]
         if verify != "never":
             yield from self._verify(look, rows, status, verify)
         if len(again):
@@ -163,6 +165,14 @@ class Operations:
         """Whether the pool can have pages brought that are not in its DRAM."""
         bond = self.link.bond_or_none()
         return bond is not None and bond.fetches
+
+    def copy_found(self, look: Look, which: I64, rows: Rows) -> Operation[Mask]:
+        """Copy these items of a probe, a chunk at a time, and say which were whole: `read` without a second try."""
+        step = max(1, CHUNK_BYTES // self.object_bytes)
+        good = np.zeros(len(which), bool)
+        for start in range(0, len(which), step):
+            good[start : start + step] = yield from self._copy_out(look, which[start : start + step], rows)
+        return good
 
     def _copy_out(self, look: Look, which: I64, rows: Rows) -> Operation[Mask]:
         """Copy these items of a probe and say which were whole: still of the same version, in a namespace of the same number."""
@@ -204,8 +214,7 @@ class Operations:
         """Of these items, which do not match the pool's checksums (they are dropped and counted), and which could not be compared."""
         none = which[:0]
         if verify == "sampled":
-            self._sample += 1
-            which = which[(np.arange(len(which)) + self._sample) % SAMPLE_ONE_IN == 0]
+            which = which[self.sample(len(which))]
         if verify == "never" or not len(which):
             return none, none
         ids, versions = look.found.ids[which], look.found.versions[which]
@@ -222,6 +231,12 @@ class Operations:
             with contextlib.suppress(Unavailable):
                 yield from self.link.late.ended(look.bond.call(wire.Corrupt(int(np.count_nonzero(bad))), ids[bad], versions[bad]))
         return which[bad], none
+
+    def sample(self, count: int) -> Mask:
+        """One in so many, others each time."""
+        self._sample += 1
+        chosen: Mask = (np.arange(count) + self._sample) % SAMPLE_ONE_IN == 0
+        return chosen
 
     def _sums(self, bond: Bond, ids: I64, versions: U64) -> Operation[U64]:
         """Checksums of these objects; those that have none yet are asked for. 0: there is none (any more)."""
@@ -241,9 +256,9 @@ class Operations:
         ``noted``: the access history has this request already.
         """
         array = as_keys(keys)
-        _check_verify(verify)
+        check_verify(verify)
         if seconds is not None:
-            _check_seconds(seconds, zero=False)
+            check_seconds(seconds, zero=False)
         look = self.look(array) if len(array) else None
         if look is None or not look.found.hit.any():
             return Lease.of_nothing(self.link, self.opened, len(array), self.object_bytes)
@@ -285,7 +300,7 @@ class Operations:
     def put(self, keys: Any, values: Any, parent: bytes | None) -> Operation[Statuses]:
         """Store pages; one `WriteStatus` an item."""
         array, rows = as_keys(keys), as_rows(values, self.object_bytes, "values", writable=False)
-        _check_lengths(array, rows, "values")
+        check_lengths(array, rows, "values")
 
         def fill(which: I64, data: U8, offsets: I64, *, beside: bool = False) -> None:
             rows.read(which, lambda at, values: mover.scatter(data, offsets[at], values, beside=beside))
@@ -433,7 +448,7 @@ class Operations:
     def pin(self, keys: Any, seconds: float, note: str) -> Operation[int]:
         """Pin what is stored of these keys until `unpin`, for at most ``seconds`` (0: no limit), not longer than this session."""
         array = as_keys(keys)
-        _check_seconds(seconds, zero=True)
+        check_seconds(seconds, zero=True)
         if not isinstance(note, str) or len(note) > wire.TEXT_CHARS_MAX or not note.isprintable():
             why = f"a note is printable text of at most {wire.TEXT_CHARS_MAX} characters"
             raise InvalidRequest(why, field="note", example="system prompt")
@@ -479,20 +494,3 @@ def open_or_raise(operations: Operations | None) -> Operations:
     if operations is None:
         raise InvalidRequest("this namespace was closed", field="namespace", example="another one from pool.namespace()")
     return operations
-
-
-def _check_lengths(keys: U8, rows: Rows, field: str) -> None:
-    if len(keys) != len(rows):
-        raise InvalidRequest(f"{len(rows)} items for {len(keys)} keys", field=field, example=f"{len(keys)} items")
-
-
-def _check_seconds(seconds: float, *, zero: bool) -> None:
-    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not number or not 0 <= seconds <= wire.SECONDS_MAX or (not seconds and not zero):
-        above = "of 0 or more" if zero else "above 0"
-        raise InvalidRequest(f"{seconds!r} is not a number of seconds {above} and up to a day", field="seconds", example="10")
-
-
-def _check_verify(verify: str) -> None:
-    if verify not in VERIFY:
-        raise InvalidRequest(f"{verify!r} is none of {', '.join(VERIFY)}", field="verify", example="sampled")

@@ -17,3 +17,5 @@ class ClientStatistics:
     optimistic_lost: int = 0
     puts_ahead: int = 0  # into memory that was there already
     read_straight: int = 0  # pages, from files of the SSD tier
+    read_near: int = 0  # pages, in the memory of neighbours
+    neighbours: int = 0  # that can be read from now

@@ -26,6 +26,7 @@ from umbp.client.connection import Connection
 from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
 from umbp.client.link import SPARE_SECONDS, Link
+from umbp.client.neighbours import Neighbours
 from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations, open_or_raise
 from umbp.client.statistics import ClientStatistics
@@ -47,6 +48,7 @@ class Pool:
 
     def __init__(self, address: str, client: str) -> None:
         self._link = Link(address, client)
+        self._link.neighbours = Neighbours(self._link)
         self._connection: Connection | None = None
         self._lock = threading.RLock()
         self._waker = Waker()
@@ -186,8 +188,9 @@ class Pool:
 
     def noted(self) -> None:
         """There may be notes to send, or a copy has ended that the pool waits for."""
-        link = self._link
-        if link.owed or link.late or link.notes_kept() == 1 or link.notes_due() or (link.keeps_spares and self._sleeps_long):
+        link, near = self._link, self._link.neighbours
+        asks = near is not None and near.due()
+        if asks or link.owed or link.late or link.notes_kept() == 1 or link.notes_due() or (link.keeps_spares and self._sleeps_long):
             self._sleeps_long = False
             self._waker.wake()
 

@@ -32,6 +32,8 @@ NODES_MAX = 4096
 NAMES_SHOWN_MAX = 8  # of nodes, to who named one that there is not
 AVOID_SECONDS, AVOID_SECONDS_MAX, AVOID_MEMORY_SECONDS = 1.0, 30.0, 60.0
 DEAD_KEPT_SECONDS = 3600.0
+NEIGHBOURS_MAX = 8  # that a pool is told of
+SOCKET = "unix"  # the address by which clients of the same machine reach a pool that lets neighbours' clients read its memory
 
 ALIVE, SUSPECT, DRAINING, DEAD = "alive", "suspect", "draining", "dead"
 MOVES = {
@@ -121,6 +123,13 @@ class Member:
         kernel, _, rest = self.place.partition(":")
         return kernel if rest else self.node
 
+    @property
+    def memory(self) -> str:
+        """What pools have in common whose shared memory is of one file system: kernel and device, with which a place begins; or nothing."""
+        kernel, _, rest = self.place.partition(":")
+        device, _, rest = rest.partition(":")
+        return f"{kernel}:{device}" if rest else self.node
+
     def usable(self, now: float) -> bool:
         """Whether others should fetch from it."""
         return self.state in (ALIVE, DRAINING) and now >= self.avoid_until and not self.unreachable
@@ -133,6 +142,7 @@ class Membership:
         self.timing = timing
         self.members: dict[str, Member] = {}
         self.by_holder: dict[int, Member] = {}
+        self._by_memory: dict[str, dict[str, Member]] = {}  # those that have neighbours, by name
         self._ticked = now
         self._registrations = 0
 
@@ -154,6 +164,13 @@ class Membership:
         if member is None or member.registration != registration or member.state == DEAD:
             raise UnknownNode(f"registration {registration} of {node!r} is not a member's; join again", field="registration")
         return member
+
+    def neighbours(self, member: Member) -> list[Member]:
+        """Other live pools whose memory is in the same shared memory, `NEIGHBOURS_MAX` at most; none if it wants none."""
+        if SOCKET not in member.addresses:
+            return []
+        near = self._by_memory.get(member.memory, {}).values()
+        return [other for other in near if other is not member and other.state != DEAD][:NEIGHBOURS_MAX]
 
     # -- events ------------------------------------------------------------------------------------------------------------------------
 
@@ -197,6 +214,8 @@ class Membership:
         if before is not None and before.boot == boot:
             member.avoid_until, member.avoid_seconds, member.failed_at = before.avoid_until, before.avoid_seconds, before.failed_at
         self.members[node] = self.by_holder[holder] = member
+        if SOCKET in addresses:
+            self._by_memory.setdefault(member.memory, {})[node] = member
         return member, before
 
     def beat(self, now: float, member: Member) -> Changed | None:
@@ -268,6 +287,8 @@ class Membership:
         assert all(member.holder == holder for holder, member in self.by_holder.items())
         assert all(self.by_holder.get(member.holder) is member for member in self.members.values() if member.state != DEAD)
         assert len({member.registration for member in self.members.values()}) == len(self.members)
+        near = {id(member) for members in self._by_memory.values() for member in members.values()}
+        assert near == {id(member) for member in self.members.values() if SOCKET in member.addresses}
 
     # -- inside ------------------------------------------------------------------------------------------------------------------------
 
@@ -290,3 +311,8 @@ class Membership:
         """The holder is not this member's any more; the number of one that is long dead may be another's by now."""
         if self.by_holder.get(member.holder) is member:
             del self.by_holder[member.holder]
+        near = self._by_memory.get(member.memory, {})
+        if near.get(member.node) is member:
+            del near[member.node]
+            if not near:
+                del self._by_memory[member.memory]

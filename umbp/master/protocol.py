@@ -25,6 +25,7 @@ number of the bundle before it: what is torn or missing is found at that piece, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 from typing import Annotated, TypeAlias
 
@@ -33,6 +34,7 @@ import xxhash
 from msgspec import Meta
 
 from umbp.admin.endpoint import Body, Document
+from umbp.core.membership import SOCKET, Member
 from umbp.core.plans import Plan, Run, Source
 from umbp.errors import ProtocolError
 from umbp.grammar import TAG_KEY, TAG_VALUE_CHARS_MAX, TAGS_MAX
@@ -93,6 +95,19 @@ class Join(Body, frozen=True, omit_defaults=True):
     tags: Annotated[Tags, Meta(examples=[{"rack": "r12"}])] = {}  # noqa: RUF012 - msgspec copies it
 
 
+class Neighbour(Document, frozen=True):
+    """Another pool of the same machine, whose memory clients there may read where it lies: the Unix ``socket`` by which they reach it."""
+
+    node: str
+    boot: int
+    socket: str
+
+
+def neighbours(members: Iterable[Member]) -> list[Neighbour]:
+    """As they are told of."""
+    return [Neighbour(node=member.node, boot=member.boot, socket=member.addresses[SOCKET]) for member in members]
+
+
 class Joined(Document, frozen=True):
     """From now on. ``master`` is this master's boot id; ``heartbeat_seconds`` how often to beat."""
 
@@ -101,6 +116,7 @@ class Joined(Document, frozen=True):
     heartbeat_seconds: float
     dead_seconds: float
     masters: list[str]
+    neighbours: list[Neighbour] = []  # noqa: RUF012 - msgspec copies it
 
 
 class Measured(Body, frozen=True):
@@ -152,6 +168,7 @@ class Beat(Document, frozen=True):
     advice: list[Advice]
     masters: list[str]
     judges: bool = False
+    neighbours: list[Neighbour] = []  # noqa: RUF012 - msgspec copies it
 
 
 class Leaving(Body, frozen=True):

@@ -120,6 +120,7 @@ class MasterService:
             heartbeat_seconds=timing.heartbeat,
             dead_seconds=timing.dead,
             masters=self.masters(),
+            neighbours=say.neighbours(core.membership.neighbours(member)),
         )
 
     def joined(self, body: say.Join, registration: int) -> Member:
@@ -154,6 +155,7 @@ class MasterService:
             advice=advice,
             masters=self.masters(),
             judges=self.core.counts.routes > 0 and self.core.choices.names[CLUSTER_EVICTION] != "none",
+            neighbours=say.neighbours(self.core.membership.neighbours(member)),
         )
 
     def lives(self, node: str, body: say.Heartbeat) -> Member:

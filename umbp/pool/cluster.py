@@ -24,6 +24,7 @@ from aiohttp import web
 from umbp.admin.api import Endpoint, Nothing, Raw, Reply
 from umbp.config import PoolConfig
 from umbp.core.master import Master
+from umbp.core.membership import SOCKET
 from umbp.core.objects import LIVE
 from umbp.core.pool import Pool
 from umbp.errors import UmbpError, Unavailable
@@ -36,6 +37,7 @@ from umbp.master.service import MasterService
 from umbp.pool.fetching import Fetching
 from umbp.pool.guide import PortGuide
 from umbp.pool.masters import Embedded, Port, Remote
+from umbp.pool.neighbours import Neighbours
 from umbp.pool.peers import Peers
 from umbp.pool.reporting import Reporter
 from umbp.pool.sources import Source
@@ -69,6 +71,9 @@ class ClusterSide:
         self.reporter = Reporter(pool, name, boot, _place(config), ports, self._tiers)
         self.reporter.addresses["http"] = self.address.netloc
         self.reporter.tags = dict(config.tag)
+        self.neighbours = Neighbours(self.reporter, reads=bool(config.master) and config.neighbours == "read")
+        if config.neighbours == "read":
+            self.reporter.addresses[SOCKET] = config.socket
 
     def __repr__(self) -> str:
         return f"<ClusterSide with {self.reporter.port!r}>"

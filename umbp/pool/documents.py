@@ -14,6 +14,7 @@ from umbp.core.objects import LIVE, ORPHAN, ZOMBIE
 from umbp.core.pool import NamespaceState, Pool
 from umbp.master.documents import PolicyDocument
 from umbp.policies.base import EVICTION, SSD_KINDS, names
+from umbp.pool.neighbours import NeighbourDocument
 from umbp.pool.node import Node, State
 from umbp.pool.ssd import SsdSide
 from umbp.store.ssd_drive import Drive
@@ -368,6 +369,7 @@ class Status(Document, frozen=True):
     ssd: SsdDocument | None
     regions: list[RegionDocument]
     levels: list[MemoryLevelDocument]
+    neighbours: list[NeighbourDocument]
 
 
 def status_document(node: Node) -> Status:
@@ -412,6 +414,7 @@ def status_document(node: Node) -> Status:
         ssd=ssd_document(node.ssd) if node.ssd else None,
         regions=region_documents(node),
         levels=memory_level_documents(node),
+        neighbours=node.cluster.neighbours.documents(),
     )
 
 

@@ -24,6 +24,7 @@ from umbp.pool.errands import Errands
 from umbp.pool.fetching import Fetching
 from umbp.pool.handover import Handovers
 from umbp.pool.meetings import Meetings
+from umbp.pool.neighbours import Neighbours
 from umbp.pool.references import References
 from umbp.pool.ssd import SsdSide
 from umbp.store.memory import fence
@@ -45,6 +46,7 @@ class Server(Protocol):
     handovers: Handovers
     references: References | None
     errands: Errands
+    neighbours: Neighbours
     name: str
 
     def now(self) -> float: ...

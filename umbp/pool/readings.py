@@ -86,6 +86,8 @@ FETCHED_BYTES = _counter("umbp_fetched_bytes_total", "Bytes brought into DRAM.",
 FETCH_FAILED = _counter("umbp_fetch_failed_pages_total", "Pages that a source offered and did not bring.", "source", "why")
 FETCH_MERGED = _counter("umbp_fetch_merged_pages_total", "Pages that were asked for while they were on their way already.")
 ERRANDS = _counter("umbp_errands_total", "Orders whose pages a client of this pool received by itself.")
+NEAR_PAGES = _counter("umbp_neighbour_pages_total", "Pages that clients of this pool read in another pool's memory.", "neighbour")
+NEAR_BYTES = _counter("umbp_neighbour_bytes_total", "Bytes of them.", "neighbour")
 GRANTED = _counter("umbp_granted_pages_total", "Pages that other nodes were given to read.")
 STALE = _counter("umbp_granted_stale_pages_total", "Pages refused after they were read, as they might have changed meanwhile.")
 
@@ -205,6 +207,9 @@ def _fetches(node: Node) -> Iterator[Reading]:
     yield Reading(FETCHING, statistics.pages)
     yield Reading(FETCH_MERGED, statistics.merged)
     yield Reading(ERRANDS, node.errands.given)
+    for name, (pages, size_bytes) in node.cluster.neighbours.reads_by_name.items():
+        yield Reading(NEAR_PAGES, pages, (name,))
+        yield Reading(NEAR_BYTES, size_bytes, (name,))
     yield Reading(GRANTED, shelf.granted_pages)
     yield Reading(STALE, shelf.stale_pages)
     for source, counts in fetching.counts.items():

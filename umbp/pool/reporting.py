@@ -85,6 +85,7 @@ class Reporter:
         self.registration = 0  # 0: not a member
         self.draining = False
         self.warnings: list[str] = []
+        self.neighbours: list[say.Neighbour] = []  # as the master said last
         self.heartbeat_seconds = 1.0
         self.counts = dict.fromkeys(COUNTED, 0)
         self.heeding = Heeding(pool, self.counts)
@@ -195,6 +196,7 @@ class Reporter:
         self.registration, self._number, self._resync = joined.registration, 0, True
         self._in_turn = self._master not in (0, joined.master)
         self._master = joined.master
+        self.neighbours = joined.neighbours
         self.heeding.begin()
         self.heartbeat_seconds = max(0.05, min(joined.heartbeat_seconds, 60.0))
         self.counts["joins"] += 1
@@ -214,6 +216,7 @@ class Reporter:
         self.heeding.answered(len(held), len(done))
         self._judges = beat.judges
         self.draining = beat.state == "draining"
+        self.neighbours = beat.neighbours
         self.warnings = [f"the master says: {warning}" for warning in beat.warnings]
         if beat.resync:
             self._resync = self._in_turn = True

@@ -280,7 +280,7 @@ class PoolServer:
         rounds = self.segment.words[segments.H_ROUNDS : segments.H_ROUNDS + 1]
         self.meetings = Meetings(Groups(self.pool.leases, self.pool.scratch, rounds), self.now)
         self.cluster = ClusterSide(config, self.pool, self.name, self.boot, self.http)
-        self.cluster.reporter.turn = self.turns.wait
+        self.cluster.reporter.turn, self.neighbours = self.turns.wait, self.cluster.neighbours
         self.agent = NixlAgent(f"{self.name}-{self.boot}", self.segment.data.array) if config.transport == "nixl" else None
         self.sources += self.cluster.sources(self.agent)
         if ssd:

@@ -210,6 +210,7 @@ class Session(asyncio.Protocol):
                 handover=self.server.handovers.promise(self.session).hex() if files or self.server.errands.possible else "",
                 files=files,
                 through=self.server.config.fetch == "pass_through",
+                neighbours=self.server.neighbours.told() if self.server.neighbours.reads else None,
             )
         )
 
@@ -403,6 +404,15 @@ class Session(asyncio.Protocol):
         blob.end()
         return wire.encode(wire.Numbers([int(self.server.meetings.groups.leave(self.session, message.member, message.round))]))
 
+    def get_neighbours(self, message: wire.GetNeighbours, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        return wire.encode(wire.Neighbours(self.server.neighbours.told()))
+
+    def read_near(self, message: wire.ReadNear, blob: wire.Blob, now: float) -> bytes:
+        blob.end()
+        self.server.neighbours.read(message.reads)
+        return b""
+
     def status(self, message: wire.GetStatus, blob: wire.Blob, now: float) -> bytes:
         blob.end()
         text = np.frombuffer(msgspec.json.encode(self.server.status_document()), np.uint8)
@@ -456,6 +466,8 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.Locate: session_fetches.locate,
     wire.Prefetch: session_fetches.prefetch,
     wire.GetPrefetched: session_fetches.get_prefetched,
+    wire.GetNeighbours: Session.get_neighbours,
+    wire.ReadNear: Session.read_near,
     wire.GetStatus: Session.status,
     wire.Bye: Session.bye,
 }

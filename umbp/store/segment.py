@@ -264,10 +264,10 @@ def _identity(found: os.stat_result) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _map(path: str, fd: int, geometry: Geometry, *, owner: bool) -> Segment:
+def _map(path: str, fd: int, geometry: Geometry, *, owner: bool, writes: bool) -> Segment:
     data_at, data_bytes = geometry.sections()["data"]
     head = Mapping(fd, data_at, writable=owner)
-    data = Mapping(fd, data_bytes, data_at, writable=True)
+    data = Mapping(fd, data_bytes, data_at, writable=writes)
     return Segment(path, fd, geometry, head, data)
 
 
@@ -292,7 +292,7 @@ def create(directory: str, name: str, geometry: Geometry, *, boot: int, seed: in
     try:
         os.ftruncate(fd, geometry.file_bytes)
         _have_header(fd, directory)
-        segment = _map(path, fd, geometry, owner=True)
+        segment = _map(path, fd, geometry, owner=True, writes=True)
     except BaseException:
         os.unlink(path)
         raise
@@ -351,10 +351,10 @@ def held(path: str, holder: int) -> bool:
         os.close(fd)
 
 
-def attach(path: str, *, owner: bool, holder: int = 0) -> Segment:
+def attach(path: str, *, owner: bool, holder: int = 0, writes: bool = True) -> Segment:
     """Map an existing segment: its pool (``owner``) with the head writable, a client with the head read-only.
 
-    ``holder``: a number of the client's, by which `held` tells whether its mapping is still there.
+    ``holder``: a number of the client's, by which `held` tells whether its mapping is still there. ``writes``: whether it may write pages.
 
     FileNotFoundError if there is none, SegmentError if it is not one or not of this format.
     """
@@ -374,7 +374,7 @@ def attach(path: str, *, owner: bool, holder: int = 0) -> Segment:
             raise SegmentError(f"{path}: the header's text does not match its checksum")
         if holder:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK, holder))
-        return _map(path, fd, _described(path, text, size), owner=owner)
+        return _map(path, fd, _described(path, text, size), owner=owner, writes=writes)
     finally:
         os.close(fd)
 
