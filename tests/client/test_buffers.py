@@ -2,6 +2,7 @@
 
 import array
 import mmap
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -96,6 +97,12 @@ def read_only(data: np.ndarray) -> np.ndarray:
     return data
 
 
+class OnDevice:
+    """Memory of a GPU, as its arrays say of themselves: its address means nothing here."""
+
+    __cuda_array_interface__: ClassVar = {"shape": (SIZE,), "typestr": "|u1", "data": (0x7F00_0000_0000, False), "version": 3}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -123,6 +130,8 @@ def read_only(data: np.ndarray) -> np.ndarray:
         (bytearray(SIZE), "bytearray is neither an array nor a list"),
         ({0: bytearray(SIZE)}, "dict is neither"),
         (None, "NoneType is neither"),
+        (OnDevice(), "OnDevice is neither"),
+        ([OnDevice()], r"out\[0\].*OnDevice is not a buffer"),
         (iter([bytearray(SIZE)]), "neither an array nor a list"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -146,6 +147,8 @@ def test_locked_memory_limit_does_not_matter() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
         with PoolProcess(dram="16MiB") as server, umbp.connect(server.socket) as pool:
+            found = Path(f"/proc/{server.pid}/status").read_text()
+            assert int(re.search(r"RssShmem:\s+(\d+) kB", found)[1]) >= 16 << 10  # type: ignore[index] # all of it is there when it is ready
             assert open_namespace(pool, MIB).put(keys_of(1), values_of([1], MIB)).all(WriteStatus.STORED)
     finally:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))

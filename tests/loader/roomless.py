@@ -28,14 +28,16 @@ def cache_of() -> Cache:
 
 @contextlib.contextmanager
 def served(folder: Path, *options: str) -> Iterator[PoolProcess]:
-    """A pool; pages 0 to COUNT are on its SSD."""
-    with PoolProcess("--ssd", f"{folder}:512MiB", "--ssd-admission", "always", *options, dram=str(DRAM)) as made:
+    """A pool; pages 0 to COUNT are on its SSD, in two folders."""
+    disks = ("--ssd", f"{folder}/one:512MiB", "--ssd", f"{folder}/two:512MiB", "--ssd-admission", "always")
+    with PoolProcess(*disks, *options, dram=str(DRAM)) as made:
         cache, slots = cache_of(), np.arange(1, COUNT + 1)
         with umbp.connect(made.socket) as pool, umbp.Loader(cache.namespace(pool), cache.tensors) as loader:
             cache.write(range(COUNT), slots)
             assert loader.offload(keys_of(range(COUNT)), slots).result().all(WriteStatus.STORED)
             eventually(lambda: pool.status()["ssd"]["keys"] == COUNT, "they are on SSD")
             eventually(lambda: pool.status()["leased_bytes"] == 0, "the pool does not hold them any more, to write them")
+            assert all(disk["keys"] for disk in pool.status()["ssd"]["disks"])
         yield made
         assert "Traceback" not in made.log(), made.log()
 

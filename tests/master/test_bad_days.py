@@ -291,9 +291,16 @@ def test_a_frozen_master_delays_nobody_and_when_it_goes_on_the_backlog_is_worked
     master: MasterProcess, pools: tuple[PoolProcess, PoolProcess]
 ) -> None:
     a, b = pools
-    stopped: list[int] = []
-    backlog(master, a, DEAD_AFTER + 0.6, lambda: stopped.append(b.stop()))
-    assert stopped == [0]  # in the time that the harness gives: nobody waits for ever for a master that does not answer
+    stopped, kept = list[int](), list[bytes]()
+
+    def meanwhile() -> None:
+        stopped.append(b.stop())
+        b.start()
+        kept.append(bytes(put(b, 21)[0]))
+
+    backlog(master, a, DEAD_AFTER + 0.6, meanwhile)
+    assert stopped == [0]  # in the time that the harness gives: to stop, or start, nobody waits for a master that does not answer
+    until(lambda: master.locations(kept[0]) == {(b.name, "dram")})
 
 
 @pytest.mark.slow

@@ -101,7 +101,12 @@ def test_the_hands_move_the_bytes_hold_the_locks_and_end_with_their_pool(pool: P
     before = called(hands)
     with connected(pool) as ns:
         fill(pool, ns)
+        every = keys_of(*range(COUNT))
+        reads = called(hands)[0]
+        assert ns.lookup(every, tier=Tier.SSD).all()
+        assert ns.prefix(every, tier=Tier.SSD) == COUNT
         old = on_ssd(ns)[:60]
+        assert called(hands)[0] == reads, "to ask is not to read"
         assert right(ns, *old) == len(old)
     read, written = (now - then for now, then in zip(called(hands), before, strict=True))
     assert written >= COUNT * SIZE
