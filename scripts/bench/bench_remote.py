@@ -1,6 +1,6 @@
 """Pages of another node: a get over loopback TCP, beside a plain copy between two processes and Mooncake Store: one JSON line a row.
 
-    python scripts/bench/bench_remote.py [--repeats 7] [--mooncake FOLDER] [--fetch copy] [--only get|load]
+    python scripts/bench/bench_remote.py [--repeats 7] [--mooncake FOLDER] [--fetch copy] [--only get|near|load]
 
 A master and two pools, all real processes; the client is of the second pool, the pages are on the first. Before each get the second pool
 forgets them (not timed); a get is from the call until the pages are in the caller's memory. The floor is what two processes can do at all:
@@ -10,6 +10,9 @@ over the other's in bytes a second; ``fetch`` the second pool's policy, which is
 TCP; ``plain_copy_ratio`` is then what the floor of the row before made of Mooncake's rate: a target above it is out of reach of one
 connection and no work at all.
 
+Then the same gets between two pools that read each other's memory (``way`` is "memory of the machine", and not "network"): what a pool of
+one machine gets of another, and no transport at all, beside the same copy and the same Mooncake Store, which go by TCP also there.
+
 Then loads: a loader of the second pool's node restores pages of 8 layers that are on the first, into tensors; "whole pages" is the same
 load where each page is waited for until it is whole. Seconds until the first layer can be used, and until all can.
 """
@@ -17,7 +20,6 @@ load where each page is waited for until it is whole. Seconds until the first la
 from __future__ import annotations
 
 import argparse
-import contextlib
 import mmap
 import os
 import socket
@@ -32,10 +34,12 @@ from harness import Machine, Side, child, compared, emit, in_turns, namespace, s
 import umbp
 from tests.masters import MasterProcess, until
 from tests.pools import PoolProcess
-from umbp import ReadStatus
+from umbp import ReadStatus, Tier
 
 SHAPES = ((1 << 20, 64, 0.85, 1.0), (64 << 10, 128, 0.0, 2.0), (4 << 20, 16, 0.0, 1.0))
 """Bytes of a page, pages a get, and what is wanted of the floor and of Mooncake."""
+NEAR_SHAPES = ((64 << 10, 128, 0.0, 2.0), (1 << 20, 64, 0.0, 1.0), (4 << 20, 16, 0.0, 1.0))
+NETWORK, MEMORY = "network", "memory of the machine"
 WORKING_SET = 512 << 20
 LOAD_PAGES, LAYERS, LAYER_BYTES = 256, 8, 128 << 10
 
@@ -92,10 +96,11 @@ class Floor:
 
 
 class Subject:
-    """Two pools with the same pages on the first, and a client of the second."""
+    """Two pools with the same pages on the first, and a client of the second, which gets them the ``way`` that it says."""
 
-    def __init__(self, master: MasterProcess, pools: tuple[PoolProcess, PoolProcess], size: int, batch: int) -> None:
+    def __init__(self, master: MasterProcess, pools: tuple[PoolProcess, PoolProcess], size: int, batch: int, way: str, fetch: str) -> None:
         self.size, self.batch = size, batch
+        self.facts = {"size": size, "batch": batch, "way": way, **({"fetch": fetch} if way == NETWORK else {})}
         self.clients = [umbp.connect(pool.socket) for pool in pools]
         there, self.here = (namespace(client, size, f"remote {size}") for client in self.clients)
         self.keys = np.random.default_rng(size).integers(0, 256, (WORKING_SET // size, 32), dtype=np.uint8)
@@ -106,6 +111,8 @@ class Subject:
         settle(self.clients[0])
         until(lambda: all(master.locations(bytes(key)) for key in self.keys[[0, -1]]))
         self.there = there
+        if way == MEMORY:
+            until(lambda: self.here.lookup(self.keys, tier=Tier.NEIGHBOUR).all())
 
     def get(self) -> list[float]:
         """All pages once, in batches; seconds of each."""
@@ -118,6 +125,7 @@ class Subject:
             seconds.append(time.perf_counter() - began)
             assert statuses.all(ReadStatus.HIT), statuses
         assert (self.out == self.values).all()
+        assert self.facts["way"] == NETWORK or not self.here.lookup(self.keys).any()
         return seconds
 
     def close(self) -> None:
@@ -127,7 +135,7 @@ class Subject:
             client.close()
 
 
-def against_the_floor(subject: Subject, repeats: int, at_least: float, pids: list[int], fetch: str) -> float:
+def against_the_floor(subject: Subject, repeats: int, at_least: float, pids: list[int]) -> float:
     """Seconds of a plain copy."""
     floor = Floor(WORKING_SET)
     total = subject.size * subject.batch
@@ -140,13 +148,13 @@ def against_the_floor(subject: Subject, repeats: int, at_least: float, pids: lis
         wait_until_quiet()
         sides = in_turns(repeats, subject.get, copy, machine=machine)
         row = compared(*sides, bytes_a_call=total, at_least=at_least)
-        emit(bench="remote", beside="plain copy", size=subject.size, batch=subject.batch, fetch=fetch, **row, foreign_cpu=machine.kept)
+        emit(bench="remote", beside="plain copy", **subject.facts, **row, foreign_cpu=machine.kept)
         return sides[1].percentile(0.5)
     finally:
         floor.close()
 
 
-def against_mooncake(subject: Subject, peer: Peer, repeats: int, at_least: float, pids: list[int], fetch: str, plain: float) -> None:
+def against_mooncake(subject: Subject, peer: Peer, repeats: int, at_least: float, pids: list[int], plain: float) -> None:
     shape = {"size": subject.size, "batch": subject.batch}
     peer.ask(op="put", **shape)
 
@@ -159,7 +167,19 @@ def against_mooncake(subject: Subject, peer: Peer, repeats: int, at_least: float
     row = compared(*sides, bytes_a_call=subject.size * subject.batch, at_least=at_least)
     fields = {name.replace("floor_", "mooncake_"): value for name, value in row.items()}
     fields["plain_copy_ratio"] = round(sides[1].percentile(0.5) / plain, 3)
-    emit(bench="remote", beside="Mooncake Store", **shape, fetch=fetch, **fields, foreign_cpu=machine.kept)
+    emit(bench="remote", beside="Mooncake Store", **subject.facts, **fields, foreign_cpu=machine.kept)
+
+
+def gets(master: MasterProcess, way: str, arguments: argparse.Namespace, pools: tuple[PoolProcess, PoolProcess]) -> None:
+    """All shapes, one way."""
+    pids = [master.pid, *(pool.pid for pool in pools)]
+    for size, batch, of_floor, of_mooncake in SHAPES if way == NETWORK else NEAR_SHAPES:
+        subject = Subject(master, pools, size, batch, way, arguments.fetch)
+        plain = against_the_floor(subject, arguments.repeats, of_floor, pids)
+        if arguments.mooncake:
+            with Peer(environment(arguments.mooncake), "remote", WORKING_SET) as peer:
+                against_mooncake(subject, peer, arguments.repeats, of_mooncake, pids, plain)
+        subject.close()
 
 
 # -- loads ---------------------------------------------------------------------------------------------------------------------------
@@ -216,27 +236,26 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--mooncake", type=Path, help="the environment that has Mooncake")
     parser.add_argument("--fetch", default="copy", choices=("copy", "promote", "pass_through"), help="the policy of the pool that reads")
-    parser.add_argument("--only", choices=("get", "load"), help="not the others")
+    parser.add_argument("--only", choices=("get", "near", "load"), help="not the others")
     parser.add_argument("--floor", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.floor:
         serve_floor(arguments.floor)
         return
-    with contextlib.ExitStack() as stack:
-        master = stack.enter_context(MasterProcess())
-        first, second = (stack.enter_context(master.pool(*options, dram="1GiB")) for options in ((), ("--fetch", arguments.fetch)))
-        pools = (first, second)
-        master.synced(*pools)
-        pids = [master.pid, *(pool.pid for pool in pools)]
-        for size, batch, of_floor, of_mooncake in () if arguments.only == "load" else SHAPES:
-            subject = Subject(master, pools, size, batch)
-            plain = against_the_floor(subject, arguments.repeats, of_floor, pids, arguments.fetch)
-            if arguments.mooncake:
-                with Peer(environment(arguments.mooncake), "remote", WORKING_SET) as peer:
-                    against_mooncake(subject, peer, arguments.repeats, of_mooncake, pids, arguments.fetch, plain)
-            subject.close()
-        if arguments.only != "get":
-            against_whole_pages(master, pools, arguments.repeats, pids, arguments.fetch)
+    with MasterProcess() as master:
+        if arguments.only != "near":
+            with master.pool(dram="1GiB") as first, master.pool("--fetch", arguments.fetch, dram="1GiB") as second:
+                master.synced(first, second)
+                if arguments.only != "load":
+                    gets(master, NETWORK, arguments, (first, second))
+                if arguments.only != "get":
+                    pids = [master.pid, first.pid, second.pid]
+                    against_whole_pages(master, (first, second), arguments.repeats, pids, arguments.fetch)
+        if arguments.only in (None, "near"):
+            on = ("--neighbours", "read")  # what pools of this machine have unless told otherwise, as those above are
+            with master.pool(*on, dram="1GiB") as first, master.pool(*on, dram="1GiB") as second:
+                master.synced(first, second)
+                gets(master, MEMORY, arguments, (first, second))
 
 
 if __name__ == "__main__":

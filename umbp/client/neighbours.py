@@ -147,6 +147,7 @@ class Neighbours:
         for there in self.of(operations):
             if (look := there.look(keys)) is not None:
                 held |= look.found.hit
+        self.missed |= not held.all()
         return held
 
     def has_read(self, there: There, keys: U8) -> None:
