@@ -337,9 +337,9 @@ def test_a_load_is_noted_unless_it_was(pool: umbp.Pool) -> None:
     with umbp.Loader(namespace, cache.tensors) as loader:
         counts = []
         for noted in (True, False):
-            before = link.notes_made()
+            before = link.notes.made
             loader.load(keys_of(numbers), slots_for(1, 20), noted=noted).finish()
-            counts.append(link.notes_made() - before)
+            counts.append(link.notes.made - before)
         assert counts == [0, 1]
 
 

@@ -25,11 +25,12 @@ from umbp.client.late import Late
 from umbp.client.lease import Lease
 from umbp.client.link import Link
 from umbp.client.neighbours import Neighbours
+from umbp.client.notes import NOTE_SECONDS
 from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations, open_or_raise
 from umbp.client.statistics import ClientStatistics
 from umbp.client.steps import CALL_SECONDS_MAX, Call, LeftBehind, Operation, Send, T, drive, ended
-from umbp.client.sync import CLOSE_SECONDS_MAX, NOTE_SECONDS, RETRY_SECONDS
+from umbp.client.sync import CLOSE_SECONDS_MAX, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
 from umbp.types import U8, Mask, Statuses, Tier
@@ -265,7 +266,7 @@ class AsyncPool:
 
     def noted(self) -> None:
         """There may be notes to send, or a copy has ended that the pool waits for."""
-        if self._link.owed or self._link.notes_kept():
+        if self._link.owed or self._link.notes.kept:
             self._wake.set()
 
     async def _connect(self) -> None:

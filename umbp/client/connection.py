@@ -66,16 +66,17 @@ class Connection:
         """Whether there is an answer to come that nobody waits for."""
         return self._left is not None
 
-    def call(self, call: Call) -> tuple[Any, wire.Blob]:
+    def call(self, call: Call, riding: bytes = b"") -> tuple[Any, wire.Blob]:
         """Send and receive. Unavailable if the connection broke, DeadlineExceeded if nothing came; then it is of no more use.
 
-        LeftBehind where a late answer will do: then it is.
+        LeftBehind where a late answer will do: then it is. ``riding``: messages without reply that go with it, behind the request, so that
+        its answer does not wait for them.
         """
         began, sent = time.monotonic(), False
         until = began + min(call.seconds, self._seconds_max)
         try:
             self._catch_up(until)
-            data = memoryview(wire.encode(call.message, *call.arrays))
+            data = memoryview(wire.encode(call.message, *call.arrays) + riding)
             self._unsent = data
             try:
                 self._push(until)

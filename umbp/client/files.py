@@ -83,6 +83,11 @@ class Files:
         with self._lock:
             self._shed(time.monotonic())
 
+    def idle(self, now: float) -> bool:
+        """Whether there is something to `shed`."""
+        with self._lock:
+            return any(not file.users and now - file.used_at > IDLE_SECONDS for file in self._files.values())
+
     @property
     def any(self) -> bool:
         """Whether there are descriptors to be closed some time."""

@@ -25,7 +25,7 @@ import dataclasses
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from umbp.client import mapping
 from umbp.client.files import IDLE_SECONDS, Files
 from umbp.client.handover import Handover
 from umbp.client.late import Late
+from umbp.client.notes import Notes
 from umbp.client.opened import Opened, Spare
 from umbp.client.statistics import ClientStatistics
 from umbp.client.steps import CALL_SECONDS_MAX, Call, Operation, Send
@@ -52,9 +53,6 @@ if TYPE_CHECKING:
     from umbp.client.lease import Lease
     from umbp.client.neighbours import Neighbours
 
-NOTES_MAX = 128  # kept at a time
-NOTE_BYTES_MAX = 4 << 20
-NOTE_MESSAGE_BYTES = 256 << 10  # of keys in one message, or one note's: the pool takes a message in whole before it looks at others
 RENEWALS_MAX = 1024
 FLUSHES_MAX = 8  # in a row under the eyes of one reader of a row
 SPARE_SECONDS = 1.0  # memory for the next put is given back after this long without one
@@ -136,8 +134,7 @@ class Link:
         self.owed: set[Bond] = set()
         self.keeps_spares = False  # there may be some, to be given back if nobody uses them
         self._filling: Counter[Bond] = Counter()
-        self._notes: deque[tuple[int, U8, int]] = deque()
-        self._note_bytes = 0
+        self.notes = Notes(self.statistics)
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -182,7 +179,7 @@ class Link:
             raise Unavailable(f"{reply.name} of boot {reply.boot} answers on {self.address}, not {self._only.name} of {self._only.boot}")
         if self._map(reply):  # other memory: none of it was ever reserved by us, and its rows are not those of our notes
             self.owed.clear()
-            self.forget_notes()
+            self.notes.forget()
         elif self.bond is not None:
             self.owed.add(self.bond)
         for opened in list(self.namespaces):
@@ -305,7 +302,7 @@ class Link:
         self._filling.clear()
         for opened in self.namespaces:
             opened.spares.clear()
-        self.forget_notes()
+        self.notes = Notes(self.statistics)
         if self.neighbours is not None:
             self.neighbours.forked()
 
@@ -338,6 +335,25 @@ class Link:
                 self.drop(lease)
             else:
                 lease.renewed_at = asked
+
+    def due(self, now: float) -> bool:
+        """Whether `upkeep` has anything to do."""
+        idle = (spare for opened in list(self.namespaces) for spare in list(opened.spares) if spare.asked <= now - SPARE_SECONDS)
+        asks = self.neighbours is not None and self.neighbours.due()
+        owes = asks or self.notes.seconds_left(now) <= 0 or bool(self.late or self.settled() or self.due_for_renewal(now))
+        return owes or next(idle, None) is not None or self.files.idle(now)
+
+    def take_notes(self) -> Iterator[Send]:
+        """All notes, and what was read of neighbours, as few messages; what is not sent is lost."""
+        if self.neighbours is not None and (reads := self.neighbours.take_reads()):
+            yield Send(wire.ReadNear(reads))
+        yield from self.notes.take()
+
+    def riding(self) -> bytes:
+        """The same as bytes that go behind a request, if it is time and there are few."""
+        if not self.notes.may_ride(time.monotonic()):
+            return b""
+        return b"".join(wire.encode(send.message, *send.arrays) for send in self.take_notes())
 
     def upkeep(self) -> Operation[None]:
         """What a connected client owes its pool from time to time: of calls and writes that ended, of unused memory, renewals, notes."""
@@ -381,71 +397,13 @@ class Link:
                 else:
                     yield opened, spare
 
-    def seconds_to_renewal(self, now: float) -> float:
-        """Time until the next lease wants renewal, at most 10 s."""
+    def seconds_to_upkeep(self, now: float) -> float:
+        """Time until it may be `due`, at most 10 s."""
         waits = [lease.renewed_at + lease.seconds / 3 - now for lease in list(self.leases.values()) if lease.renew]
         waits += [SPARE_SECONDS for opened in self.namespaces if opened.spares]
         waits += [IDLE_SECONDS] if self.files.any else []
+        waits += [self.notes.seconds_left(now)]
         return max(0.0, min([10.0, *waits]))
-
-    # -- notes -------------------------------------------------------------------------------------------------------------------------
-
-    def note(self, row: int, keys: U8, conversation: int) -> None:
-        """Keep a request's key list for the pool. The same one again, before it was sent, is the same request: who polls floods nobody."""
-        with self._lock:
-            if self._notes:
-                last_row, last, last_conversation = self._notes[-1]
-                if (row, conversation) == (last_row, last_conversation) and np.array_equal(keys, last):
-                    return
-            self._notes.append((row, keys.copy(), conversation))  # the caller may put the next request's keys into the same array
-            self._note_bytes += keys.nbytes
-            while len(self._notes) > NOTES_MAX or (self._note_bytes > NOTE_BYTES_MAX and len(self._notes) > 1):
-                self._note_bytes -= self._notes.popleft()[1].nbytes
-                self.statistics.notes_dropped += 1
-
-    def forget_notes(self) -> None:
-        """They are of no use any more."""
-        with self._lock:
-            self._notes.clear()
-            self._note_bytes = 0
-
-    def notes_kept(self) -> int:
-        """Notes that wait."""
-        return len(self._notes)
-
-    def notes_made(self) -> int:
-        """Notes that wait or were sent, whatever a thread that sends them does meanwhile."""
-        with self._lock:
-            return self.statistics.notes_sent + len(self._notes)
-
-    def notes_due(self) -> bool:
-        """Whether there are enough to send them now."""
-        return self._note_bytes > NOTE_BYTES_MAX // 8
-
-    def covered(self, row: int, keys: U8) -> bool:
-        """Whether the last note says this already: a `get` of what a `prefix` has just asked for is the same request."""
-        with self._lock:
-            if not self._notes:
-                return False
-            last_row, last, _ = self._notes[-1]
-        n = len(keys)
-        return row == last_row and n <= len(last) and bool((keys[0] == last[0]).all() and (keys[-1] == last[n - 1]).all())
-
-    def take_notes(self) -> Iterator[Send]:
-        """All notes, as few messages; what is not sent is lost."""
-        with self._lock:
-            notes, self._notes, self._note_bytes = self._notes, deque(), 0
-            self.statistics.notes_sent += len(notes)
-        if self.neighbours is not None and (reads := self.neighbours.take_reads()):
-            yield Send(wire.ReadNear(reads))
-        while notes:
-            part = [notes.popleft()]
-            size = part[0][1].nbytes
-            while notes and size + notes[0][1].nbytes <= NOTE_MESSAGE_BYTES:
-                part.append(notes.popleft())
-                size += part[-1][1].nbytes
-            heads = [(row, len(keys), conversation) for row, keys, conversation in part]
-            yield Send(wire.Note(heads), (np.concatenate([keys for _, keys, _ in part]),))
 
     # -- the mapping -------------------------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ from umbp import wire
 from umbp.client.buffers import Rows
 from umbp.client.connection import Connection
 from umbp.client.link import Link, Look
+from umbp.client.notes import NOTE_SECONDS
 from umbp.client.opened import Opened
 from umbp.client.operations import Operations
 from umbp.client.steps import Call, Operation, Work, run
@@ -62,7 +63,6 @@ log = logging.getLogger("umbp.client.neighbours")
 NEIGHBOURS_MAX = 8
 ASK_SECONDS = 1.0  # between two questions who they are
 RETRY_SECONDS = (0.5, 60.0)  # between attempts to reach one: first, longest
-NOTE_SECONDS = 0.05  # a note waits this long for others
 SEND_SECONDS_MAX = 1.0  # one that does not read for so long is frozen: it is read on, but told no more
 CORRUPT_MAX = 16  # reports that wait
 DIGEST = slice(8, 12)  # words of a row of the table of namespaces
@@ -206,8 +206,8 @@ class Neighbour:
 
     def note(self, row: int, keys: U8) -> None:
         """These keys were asked for, and found."""
-        self.link.note(row, keys, 0)
-        if self.link.notes_kept() == 1 or self.link.notes_due():
+        self.link.notes.add(row, keys, 0)
+        if self.link.notes.kept == 1 or self.link.notes.many:
             self._waker.wake()
 
     def report(self, ids: I64, versions: U64) -> None:
@@ -287,7 +287,7 @@ class Neighbour:
             while self._corrupt:
                 ids, versions = self._corrupt.popleft()
                 run(_reported(self.link, ids, versions), connection)
-            for note in self.link.take_notes():
+            for note in self.link.notes.take():
                 connection.send(note)
 
 

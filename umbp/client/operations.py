@@ -478,7 +478,7 @@ class Operations:
 
     def note_once(self, keys: U8) -> None:
         """`note`, unless the last one says the same."""
-        if not self.link.covered(self.opened.row, keys):
+        if not self.link.notes.covered(self.opened.row, keys):
             self.note(keys)
 
     def note(self, keys: U8, session: str = "") -> None:
@@ -486,7 +486,7 @@ class Operations:
         if not isinstance(session, str):
             raise InvalidRequest(f"{type(session).__name__}, not the name of a conversation", field="session", example="chat-17")
         number = int.from_bytes(hashlib.sha256(session.encode(errors="surrogatepass")).digest()[:8], "little") >> 1 if session else 0
-        self.link.note(self.opened.row, keys, number)
+        self.link.notes.add(self.opened.row, keys, number)
 
 
 def open_or_raise(operations: Operations | None) -> Operations:

@@ -27,6 +27,7 @@ from umbp.client.fetches import PrefetchStatus
 from umbp.client.lease import Lease
 from umbp.client.link import SPARE_SECONDS, Link
 from umbp.client.neighbours import Neighbours
+from umbp.client.notes import NOTE_SECONDS
 from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations, open_or_raise
 from umbp.client.statistics import ClientStatistics
@@ -37,7 +38,6 @@ from umbp.layout import Namespace as Identity
 from umbp.types import U8, Mask, Statuses, Tier
 
 log = logging.getLogger("umbp.client")
-NOTE_SECONDS = 0.05  # a note waits this long for others
 RETRY_SECONDS = (0.05, 1.0)  # between attempts to connect again: first, longest
 CLOSE_SECONDS_MAX = 2.0
 WAITED_SECONDS = 0.001  # for other calls: that much of a caller's time is not counted
@@ -147,7 +147,7 @@ class Pool:
             if call.late is not None and (waited := time.monotonic() - began) > WAITED_SECONDS:
                 call = dataclasses.replace(call, seconds=call.seconds - waited)
             try:
-                return connection.call(call)
+                return connection.call(call, self._link.riding())
             except LeftBehind:
                 self._waker.wake()  # to look for the answer
                 raise
@@ -190,7 +190,7 @@ class Pool:
         """There may be notes to send, or a copy has ended that the pool waits for."""
         link, near = self._link, self._link.neighbours
         asks = near is not None and near.due()
-        if asks or link.owed or link.late or link.notes_kept() == 1 or link.notes_due() or (link.keeps_spares and self._sleeps_long):
+        if asks or link.owed or link.late or link.notes.kept == 1 or link.notes.many or (link.keeps_spares and self._sleeps_long):
             self._sleeps_long = False
             self._waker.wake()
 
@@ -226,9 +226,12 @@ class Pool:
             for message in self._link.take_notes():
                 self._connection.send(message)
 
-    def _round(self, backoff: float) -> tuple[float, float]:
-        """One look at what is to be done; seconds until the next, and the next back-off."""
-        link = self._link
+    def _round(self, backoff: float, *, lost: bool) -> tuple[float, float]:
+        """One look at what is to be done; seconds until the next, and the next back-off. ``lost``: perhaps the connection is over."""
+        link, now, connection = self._link, time.monotonic(), self._connection
+        well = connection is not None and not connection.left_behind and link.ready() and not link.closed
+        if well and not lost and not link.due(now):
+            return link.seconds_to_upkeep(now), RETRY_SECONDS[0]  # without the lock: whoever calls does not wait for this thread
         with self._lock:
             if link.closed:
                 return 0.0, backoff
@@ -244,7 +247,7 @@ class Pool:
                     log.exception("the client's background failed; it goes on")
                 self._down()
                 return backoff, min(backoff * 2, RETRY_SECONDS[1])
-        return link.seconds_to_renewal(time.monotonic()), RETRY_SECONDS[0]
+        return link.seconds_to_upkeep(time.monotonic()), RETRY_SECONDS[0]
 
     def _after_fork(self) -> None:
         """In the child: the connection is the parent's, and only ours to close."""
@@ -260,12 +263,12 @@ class Pool:
 
 def _background(reference: weakref.ref[Pool]) -> None:
     """The background thread. Holds no reference between two rounds, so that a pool that nobody uses any more can go."""
-    backoff = RETRY_SECONDS[0]
+    backoff, lost = RETRY_SECONDS[0], True
     while True:
         pool = reference()
         if pool is None or pool._stop:
             return
-        wait, backoff = pool._round(backoff)
+        wait, backoff = pool._round(backoff, lost=lost)
         pool._sleeps_long = wait > SPARE_SECONDS
         wait = min(wait, SPARE_SECONDS) if pool._link.keeps_spares else wait  # asked after that was said: a put looks the other way round
         waker, connection = pool._waker, pool._connection
@@ -277,6 +280,7 @@ def _background(reference: weakref.ref[Pool]) -> None:
             if fd >= 0:
                 poll.register(fd, what)
         events = poll.poll(max(1, int(min(wait, 10.0) * 1000)))
+        lost = socket_fd < 0 or any(fd == socket_fd for fd, _ in events)
         if any(fd == waker.read_fd for fd, _ in events):
             waker.clear()
             time.sleep(NOTE_SECONDS)  # a note waits for others

@@ -326,7 +326,7 @@ def test_a_request_is_noted_once_however_often_it_is_looked_at(options: Options,
         for number in range(4):  # too many at once: some wait, and are looked at in every step
             world.add(f"{number}", prompt(number, 5))
         world.run()
-        assert link.notes_made() == 4 * groups
+        assert link.notes.made == 4 * groups
         assert link.statistics.notes_dropped == 0
 
 
@@ -338,7 +338,7 @@ def test_what_is_restored_is_noted_once(options: Options, kind: str, groups: int
         lookups(world)._pool.flush_notes()  # a list of keys that waits to be sent is not noted again
         assert world.serve("b", prompt(1, 5)) == (5 * BLOCK, 3)
         links = [client._link for client in (lookups(world)._pool, transfers(world)._pool)]
-        assert [link.notes_made() for link in links] == [2 * groups, 0]  # of the loads themselves nothing
+        assert [link.notes.made for link in links] == [2 * groups, 0]  # of the loads themselves nothing
 
 
 def test_new_weights_leave_nothing(options: Options) -> None:
