@@ -14,6 +14,7 @@ go first, and are counted. What is lost with a connection is lost: it is history
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections import deque
@@ -24,6 +25,7 @@ import numpy as np
 from umbp import wire
 from umbp.client.statistics import ClientStatistics
 from umbp.client.steps import Send
+from umbp.errors import InvalidRequest
 from umbp.types import U8
 
 NOTES_MAX = 128  # kept at a time
@@ -116,3 +118,10 @@ class Notes:
                 size += part[-1][1].nbytes
             heads = [(row, len(keys), conversation) for row, keys, conversation in part]
             yield Send(wire.Note(heads), (np.concatenate([keys for _, keys, _ in part]),))
+
+
+def conversation_number(session: str) -> int:
+    """A conversation's name as it travels, 63 bits of its digest; 0 where it has none. InvalidRequest if it is no name."""
+    if not isinstance(session, str):
+        raise InvalidRequest(f"{type(session).__name__}, not the name of a conversation", field="session", example="chat-17")
+    return int.from_bytes(hashlib.sha256(session.encode(errors="surrogatepass")).digest()[:8], "little") >> 1 if session else 0

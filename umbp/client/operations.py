@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +33,7 @@ from umbp.client.buffers import Rows, as_rows
 from umbp.client.late import forgotten
 from umbp.client.lease import Lease, let_go
 from umbp.client.link import Bond, Link, Look
+from umbp.client.notes import conversation_number
 from umbp.client.opened import Opened, Spare
 from umbp.client.steps import CALL_SECONDS_MAX, Operation, Pause, Send, Work
 from umbp.errors import InvalidRequest, LimitReached, Unavailable
@@ -482,11 +482,8 @@ class Operations:
             self.note(keys)
 
     def note(self, keys: U8, session: str = "") -> None:
-        """Keep the access history. A conversation's name travels as 63 bits of its digest."""
-        if not isinstance(session, str):
-            raise InvalidRequest(f"{type(session).__name__}, not the name of a conversation", field="session", example="chat-17")
-        number = int.from_bytes(hashlib.sha256(session.encode(errors="surrogatepass")).digest()[:8], "little") >> 1 if session else 0
-        self.link.notes.add(self.opened.row, keys, number)
+        """Keep the access history. ``session``: the conversation's name."""
+        self.link.notes.add(self.opened.row, keys, conversation_number(session))
 
 
 def open_or_raise(operations: Operations | None) -> Operations:

@@ -232,7 +232,8 @@ class Fetches:
             if known.payload != payload:
                 raise Conflict(f"the prefetch {request!r} was asked for with other keys or another deadline", field="request_id")
             return known, False
-        self._forget_prefetches(now)
+        if len(self.prefetches) >= PREFETCHES_MAX:  # else `expire` does it, once for many
+            self._forget_prefetches(now)
         if len(self.prefetches) >= PREFETCHES_MAX:
             raise LimitReached(f"{len(self.prefetches)} prefetches are under way, which is the limit", field="prefetch")
         ticket = self.ask(now, keys, there, session=0, row=row, namespace=namespace, deadline=deadline, hold=hold)

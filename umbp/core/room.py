@@ -36,7 +36,7 @@ WINDOW_SPAN = 16  # a window is first looked for within this many sizes of the p
 FEW = 8  # "few" is less than one in this many
 SMALLER = 4  # victims this many times smaller than the object are not worth freeing one by one
 VICTIMS_MAX = 4096  # asked of a policy at once
-SLICE_KEYS = 256
+SLICE_KEYS = 96  # a third of a millisecond
 LAST_MOMENT_MAX = 8  # times that others are looked for because all victims were claimed just then
 
 

@@ -340,12 +340,16 @@ class PoolServer:
 
     async def _housekeeping(self) -> None:
         said: list[str] = []
+        looked = float("-inf")
         while True:
             if (faults := self.pool.faults()) != said:
                 said = faults
                 log.error("%s", "; ".join(faults) or "policies are well again")
             busy = self.pool.tick(self.now())
             await self.turns.wait()
+            if busy and self.now() < looked + TICK_SECONDS:
+                continue
+            looked = self.now()
             self.owners.sweep()
             self.fetching.tick(self.now())
             self.errands.tick(self.now())
@@ -370,6 +374,7 @@ class PoolServer:
         while True:
             await self._noted.wait()
             self._noted.clear()
+            await self.turns.wait()
             while self.pool.history.heed(self.now()):
                 await self.turns.wait()
 

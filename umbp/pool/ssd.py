@@ -65,7 +65,7 @@ BATCH_PAGES_MAX = 256  # 2 ms of the event loop before they are on their way, an
 BATCHES_MORE = 1
 ADMITTED_SHARE = 32  # of the tier at most is admitted at a time
 NOTES_MAX = 512  # of requests whose keys are still to be looked at, some in each; the oldest are forgotten
-NOTE_KEYS, NOTE_REQUESTS = 1024, 4  # are looked at together, and others have their turn: some 0.3 ms
+NOTE_KEYS, NOTE_REQUESTS = 1024, 8  # are looked at together, and others have their turn: some 0.3 ms
 WATCH_SECONDS = 1.0
 CLEAN_SECONDS = 0.2
 OPEN_SECONDS_MAX = 15.0  # a disk that takes longer is opened while the pool serves already
@@ -322,6 +322,7 @@ class SsdSide:
         while True:
             await self._noted.wait()
             self._noted.clear()
+            await self.turns.wait()
             while self._notes:
                 try:
                     self._note(self.now(), *self._notes.popleft())
