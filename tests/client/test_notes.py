@@ -21,19 +21,19 @@ def test_they_ride_when_it_is_time_and_they_are_few(monkeypatch: pytest.MonkeyPa
     statistics = ClientStatistics()
     kept = Notes(statistics)
     assert kept.seconds_left(now[0]) == float("inf")
-    assert kept.riding(now[0]) == b""
+    assert not kept.may_ride(now[0])
     kept.add(1, keys_of(1, 2), 7)
-    assert kept.riding(now[0]) == b""  # others may come
+    assert not kept.may_ride(now[0])  # others may come
     assert kept.seconds_left(now[0] + 0.01) == pytest.approx(notes.NOTE_SECONDS - 0.01)
     kept.add(1, keys_of(1, 2), 7)  # the same again
     now[0] += notes.RIDE_SECONDS
     assert (kept.kept, kept.made) == (1, 1)
-    assert kept.riding(now[0])
+    assert kept.may_ride(now[0])
+    assert len(list(kept.take())) == 1
     assert (kept.kept, kept.made, statistics.notes_sent) == (0, 1, 1)
     kept.add(1, np.zeros((RIDE_BYTES_MAX // 32 + 1, 32), np.uint8), 0)
-    assert kept.riding(now[0] + 1.0) == b""  # a call would wait for so many
+    assert not kept.may_ride(now[0] + 1.0)  # a call would wait for so many
     assert kept.seconds_left(now[0] + 1.0) == 0.0
-    assert len(list(kept.take())) == 1
 
 
 def test_the_oldest_go_first_and_are_counted() -> None:
