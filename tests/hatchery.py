@@ -4,7 +4,7 @@ Theory of operation. Half a second of a processor goes into the imports of a poo
 imports them, has no threads, and does nothing else but fork at request. A child is a process as any other: its own descriptors,
 environment, arguments and folder, its module run as by ``python -m``, its own end. It is killed by the kernel when the hatchery is gone,
 and that when the test run is. Where a process must not be like the hatchery (another environment for Python or the C library, other
-limits, another command) it is started anew: `Hatchery.can`. What starting is about (`tests.field.test_start`) starts anew.
+limits, another command) it is started anew: `Hatchery.can`.
 
     source = hatchery(special(environment))
     if source.can(command, environment):

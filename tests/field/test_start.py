@@ -17,14 +17,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 import umbp
 from tests.field.people import keys_of, open_namespace, values_of
-from tests.pools import ROOT, PoolProcess
+from tests.hatchery import hatchery, special
+from tests.pools import NO_TLS, ROOT, PoolProcess
 from umbp import ReadStatus, WriteStatus
 from umbp.machine import MEMORY_FILESYSTEMS, filesystem
 from umbp.pool.server import bind_unix
@@ -32,20 +32,27 @@ from umbp.pool.server import bind_unix
 MIB = 1 << 20
 
 
-def refused(folder: Path, *options: str, **settings: Any) -> str:
+def refused(folder: Path, *options: str, variables: dict[str, str] | None = None) -> str:
     """Start a pool that must not start: exit status 2, nothing said on standard output, no file and no socket left; its message."""
     shm = folder / "shm"
     shm.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "umbp.pool", "--name", "refused", "--socket", str(folder / "s"), "--shm-dir", str(shm), *options]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("UMBP_")}
-    variables = settings.pop("variables", {})
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env={**environ, **variables}, timeout=60, **settings)
-    assert done.returncode == 2, (done.returncode, done.stderr)
-    assert not done.stdout
-    assert "Traceback" not in done.stderr, done.stderr
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("UMBP_")} | NO_TLS | (variables or {})
+    with tempfile.TemporaryFile() as errors:
+        process = hatchery(special(environ)).start(command, environ, ROOT, errors)
+        try:
+            status = process.wait(60.0)
+        finally:
+            process.kill()
+        errors.seek(0)
+        said = errors.read().decode()
+        with process.stdout as out:
+            assert not out.read()
+    assert status == 2, (status, said)
+    assert "Traceback" not in said, said
     assert not (folder / "s").exists()
     assert not list(shm.glob("*.segment"))
-    return done.stderr
+    return said
 
 
 @pytest.fixture
