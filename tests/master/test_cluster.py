@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.error
+import urllib.request
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,15 @@ def test_a_requester_that_is_no_node_is_refused_and_the_nodes_are_named(world: A
             problem = json.loads(caught.value.read())
             assert (problem["status"], problem["field"]) == (404, "requester")
             assert all(name in problem["detail"] for name in ("'other'", a.name, b.name))
+
+
+def test_the_root_says_where_to_go_and_all_of_it_is_there(world: Any) -> None:
+    for process in world[:2]:
+        links = call(process.http + "/")["links"]
+        assert "openapi" in str(links)
+        for path in links.values():
+            with urllib.request.urlopen(process.http + path, timeout=60) as answer:
+                assert answer.status == 200
 
 
 def test_what_a_member_is_asked_of_the_cluster_it_hands_on(world: Any) -> None:

@@ -105,7 +105,8 @@ def check_token(header: str, token: str) -> None:
     """Unauthorized if this ``Authorization`` does not carry the token."""
     scheme, _, given = header.partition(" ")
     if scheme.lower() != "bearer" or not given:
-        raise Unauthorized("a token is needed", field="Authorization", example="Authorization: Bearer TOKEN")
+        need = "a token is needed (--token-file or UMBP_TOKEN of a pool, a master or umbp)"
+        raise Unauthorized(need, field="Authorization", example="Authorization: Bearer TOKEN")
     if not hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), token.encode()):
         raise Unauthorized("the token is not the right one", field="Authorization")
 

@@ -65,6 +65,13 @@ class Readiness(Document, frozen=True):
     warnings: list[str]
 
 
+class Links(Document, frozen=True):
+    """Where to go from here."""
+
+    name: str
+    links: dict[str, str]
+
+
 class MasterServer:
     """The process. `run` is its life."""
 
@@ -178,6 +185,7 @@ class MasterServer:
 
     def _application(self) -> web.Application:
         own = [
+            Endpoint("GET", "/", "Where to go from here", self._links, Links, access="local"),
             Endpoint("GET", "/healthz", "Alive?", self._health, Health, access="anyone"),
             Endpoint("GET", "/readyz", "Ready? 503 says: not now", self._readiness, Readiness, access="anyone", also=(503,)),
             Endpoint("GET", "/metrics", "Prometheus metrics", self._scrape, str, access="local", media_type="text/plain"),
@@ -191,6 +199,10 @@ class MasterServer:
             metrics=self.metrics,
             raw=[*member_routes(self), event_stream(self)],
         )
+
+    async def _links(self, params: Nothing, body: Nothing) -> Links:
+        paths = ("/healthz", "/readyz", "/metrics", "/openapi.json", "/v1/cluster", "/v1/nodes", "/v1/hot", "/v1/links", "/v1/policies")
+        return Links(name=self.config.name, links={path.rpartition("/")[2]: path for path in paths})
 
     async def _health(self, params: Nothing, body: Nothing) -> Reply:
         return Reply(Health(healthy=True, reasons=[]))
