@@ -12,6 +12,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes: a quarter of each one's start, where it is set
 
+from tests import pools
+
+pools.FORKED = True
+
 with contextlib.suppress(ImportError):  # the engines' environments need none
     from hypothesis import HealthCheck, settings
 
