@@ -6,6 +6,7 @@ tests take on a busy machine.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from pathlib import Path
@@ -26,9 +27,9 @@ gate = Gate(Path(os.environ["SLOW_PEER"]))
 class Slow(PageServer):
     """The real thing behind a gate."""
 
-    def grant(self, order: Order, keys: U8, deadline: float) -> Grant:
-        gate.wait(f"{order.n}", order.n * (sum(stop - start for start, stop in order.spans) or order.object_bytes))
-        return super().grant(order, keys, deadline)
+    async def grant(self, order: Order, keys: U8, deadline: float) -> Grant:
+        await asyncio.to_thread(gate.wait, f"{order.n}", order.n * (sum(stop - start for start, stop in order.spans) or order.object_bytes))
+        return await super().grant(order, keys, deadline)
 
 
 async def serve() -> None:

@@ -39,7 +39,7 @@ from umbp.frames import decode as decode
 from umbp.frames import encode as encode
 from umbp.frames import frame_bytes as frame_bytes
 
-VERSION = 5
+VERSION = 6
 BATCH_MAX = 1024  # keys of one call that costs the pool a few microseconds a key: some ms is the longest that it is away from others
 LARGE_BATCH_MAX = 4096  # and of one that costs it less than that: a prompt of 256 K tokens
 FETCH_SECONDS_MAX, SECONDS_MAX = 3600, 86_400
@@ -321,7 +321,7 @@ class EndErrand(Message, frozen=True, tag="end_errand"):
     """It receives these no more; answered like the commit of ``reservation``. Arrays: status u8[n] of `umbp.types.ReadStatus`, sums u64[n].
 
     ``owed``: bytes of the peer's answer that are still to come, -1: the connection is of no more use. ``answered``: the peer had begun to.
-    ``why``: what the peer did wrong, or "".
+    ``receipt``: it is still to be sent to the peer. ``why``: what the peer did wrong, or "".
     """
 
     number: Number
@@ -329,6 +329,7 @@ class EndErrand(Message, frozen=True, tag="end_errand"):
     n: Batch
     owed: Annotated[int, msgspec.Meta(ge=-1, le=BATCH_MAX)]
     answered: bool
+    receipt: bool = False
     why: Text = ""
 
 

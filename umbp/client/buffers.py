@@ -58,6 +58,8 @@ class Rows:
 
     def only(self, which: I64) -> Rows:
         """These rows, numbered from 0."""
+        if self._matrix is not None and self._order is None and len(which) and (which[1:] - which[:-1] == 1).all():
+            return Rows(self._matrix[which[0] : which[-1] + 1], ())
         return Rows(self._matrix, self._list, which if self._order is None else self._order[which])
 
     def fill(self, which: I64, copy: Copy) -> None:

@@ -74,13 +74,12 @@ def receive(operations: Operations, keys: U8, rows: Rows, codes: U8, missing: I6
 
 def _run(operations: Operations, bond: Bond, reply: wire.Errand, offsets: I64, rows: Rows, deadline: float) -> Operation[Mask]:
     """One errand, to its end: which of its pages came, (n,) bool."""
-    link, why, answered, owed = operations.link, "", False, -1
+    link, why, answered, owed, receipt = operations.link, "", False, -1, False
     status, sums = np.full(len(offsets), ReadStatus.FAILED.value, np.uint8), np.zeros(len(offsets), np.uint64)
     incoming: Incoming | None = None
     try:
         if (fd := link.handover.take(bond, wire.PEER_LINE, reply.number)) is not None:
             incoming = Incoming(fd, bond.data, offsets, operations.object_bytes, rows, deadline, reply.skip)
-            status, sums = incoming.status, incoming.sums
 
             def step() -> bool:
                 with link.filling(bond):
@@ -97,9 +96,9 @@ def _run(operations: Operations, bond: Bond, reply: wire.Errand, offsets: I64, r
             why = _reason(error)
     finally:
         if incoming is not None:
-            answered, owed = incoming.answered, incoming.owed
+            status, sums, answered, owed, receipt = incoming.status, incoming.sums, incoming.answered, incoming.owed, incoming.receipt
             incoming.close()
-        said = wire.EndErrand(reply.number, reply.reservation, len(status), owed, answered, why)
+        said = wire.EndErrand(reply.number, reply.reservation, len(status), owed, answered, receipt, why)
         with contextlib.suppress(Unavailable):  # then the reservation is over, and the connection cut; or it is said later
             yield from link.late.ended(bond.call(said, status, sums, seconds=deadline + END_SECONDS - time.monotonic()))
     came: Mask = status == ReadStatus.HIT.value

@@ -241,7 +241,7 @@ class Errands:
         transport, peer = errand.way
         hits, missed = (int(np.count_nonzero(status == code.value)) for code in (ReadStatus.HIT, ReadStatus.MISS))
         size_bytes = hits * errand.space.object_bytes
-        transport.took_back(peer, errand.line, message.owed, size_bytes)
+        transport.took_back(peer, errand.line, message.owed, size_bytes, receipt=message.receipt)
         # A kept connection may have been closed by then, and hardly any time is too little for anybody: that says nothing of the peer.
         why = message.why if message.answered and errand.deadline - errand.began >= SUSPECT_FROM_SECONDS else ""
         if why:

@@ -159,11 +159,14 @@ class HttpTransport:
 
         await loop.run_in_executor(self._threads, dial)
 
-    def took_back(self, peer: Peer, line: Line, owed: int, size_bytes: int) -> None:
-        """Who received from this connection is through, but for so many bytes; negative: it is of no more use."""
+    def took_back(self, peer: Peer, line: Line, owed: int, size_bytes: int, *, receipt: bool) -> None:
+        """Who received from this connection is through, but for so many bytes; negative: it is of no more use.
+
+        ``receipt``: it is to be sent first.
+        """
         self.received_bytes += size_bytes
         line.owed = owed
-        if owed >= 0:
+        if owed >= 0 and (not receipt or line.post(RECEIPT)):
             line.forget_limits()
             self._keep(peer.address, line)
         else:

@@ -1,15 +1,17 @@
-"""Pages of a peer received by the process that wants them: from a connection on which somebody else has sent the order.
+r"""Pages of a peer received by the process that wants them: from a connection on which somebody else has sent the order.
 
 Theory of operation. A pool may speak for its clients, not lend them its token or choose what is read: so it sends the order, and hands the
 connection over (`umbp.pool.errands`). From then on this end is the client's: the answer's head, the pages, the receipt. What is said on the
 wire stands in `umbp.transport.sending`.
 
-    head --granted--> pages, a window after the other --all received--> receipt --> over
+    head --granted--> pages, a window after the other --all received, all right--> over: the pool sends the receipt, and waits for nothing
+                                                      \--some are not--> receipt --what the peer says to it--> over
 
 A *window* is as much as stays in a processor's cache (`WINDOW_BYTES`): it is received into the segment, summed there, and copied on to the
 caller, so that memory sees each page written twice and read never. A page that has no place in the segment is received where the caller
 wants it. A page is right if its checksum is the one that came with the grant; where the peer has none, if the peer says to the receipt that
-it was the same all the time.
+it was the same all the time. The windows are laid out once, when the grant is there; between two of them there is no more to do than to
+receive, to copy and to sum, as the peer is faster than that.
 
 `Incoming.step` receives for a limited time and keeps its place, so that whoever drives it can look up in between: nothing here waits longer
 than that. A thread of its own is not needed, and one connection is as fast as two: on two processors the peer has the other one.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -29,7 +32,7 @@ from umbp import wire
 from umbp.transport.base import RECEIPT, Held, decode_granted
 from umbp.transport.http import after_head
 from umbp.transport.line import Line, pour
-from umbp.types import I64, U8, ReadStatus
+from umbp.types import I64, U8, U64, ReadStatus
 
 WINDOW_BYTES = 256 << 10  # of it a second-level cache holds the received bytes and those of the copy
 
@@ -46,19 +49,24 @@ class Target(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """Pages that are received together; ``block``: their bytes in the segment, where they lie side by side. Large pages come alone."""
+
+    pages: list[int]
+    block: U8 | None
+
+
 class Incoming:
     """One order of ``len(offsets)`` pages of ``size`` bytes, on the connection ``fd``, which is closed with it.
 
     ``offsets``: where each goes in ``data``; -1: nowhere but to the caller. ``rows``: the caller's memory. ``skip``: bytes of the answer
     before this one, for which nobody has waited.
-    ``status`` (n,) uint8 of `ReadStatus`, FAILED until it is known; ``sums`` (n,) uint64 of what came; ``owed``: bytes of the answer that
-    are still to come when it is over, -1 before.
+    ``owed``: bytes of the answer that are still to come when it is over, -1 before; ``receipt``: whether the receipt is still to be sent.
     """
 
     def __init__(self, fd: int, data: U8, offsets: I64, size: int, rows: Target, deadline: float, skip: int) -> None:
-        self.status = np.full(len(offsets), ReadStatus.FAILED.value, np.uint8)
-        self.sums = np.zeros(len(offsets), np.uint64)
-        self.answered = self.over = False
+        self.answered = self.over = self.receipt = False
         self.owed = -1
         self._line = Line.of(socket.socket(fileno=fd))
         self._data, self._offsets, self._size, self._rows, self._deadline = data, offsets, size, rows, deadline
@@ -66,16 +74,35 @@ class Incoming:
         self._skip = skip
         self._granted: Held | None = None
         self._held: list[int] = []
-        self._at = 0  # of the held pages, how many have been received before this window,
-        self._part = 0  # and bytes of the page after them
-        self._now: list[int] = []  # pages of the window,
-        self._block: U8 | None = None  # and their bytes in the segment, where they lie side by side
+        self._made: list[int] = []  # checksums of the first of them, as they came
+        self._windows: deque[Window] = deque()  # that are still to come
+        self._part = 0  # bytes of the first of them that are there, where it is a page in parts
         self._digest = xxhash.xxh3_64()  # of these bytes
         self._views: deque[memoryview] | None = None  # of the window that is being received
         self._answer: bytearray | None = None  # to the receipt, where it is waited for
+        self._codes: U8 | None = None  # what that says of the held pages
 
     def __repr__(self) -> str:
-        return f"<Incoming {self._at} of {len(self._held)} pages{', over' if self.over else ''}>"
+        return f"<Incoming {len(self._made)} of {len(self._held)} pages{', over' if self.over else ''}>"
+
+    @property
+    def sums(self) -> U64:
+        """Of what came, (n,); 0 elsewhere."""
+        sums = np.zeros(len(self._offsets), np.uint64)
+        sums[self._held[: len(self._made)]] = self._made
+        return sums
+
+    @property
+    def status(self) -> U8:
+        """`ReadStatus` of each page by now, (n,): FAILED until it is known."""
+        status = np.full(len(self._offsets), ReadStatus.FAILED.value, np.uint8)
+        if self._granted is not None:
+            status[~self._granted.held] = ReadStatus.MISS.value
+            came = len(self._made)
+            right = self._granted.sums[:came] == np.array(self._made, np.uint64)
+            codes = np.where(right, ReadStatus.HIT.value, ReadStatus.FAILED.value)
+            status[self._held[:came]] = codes if self._codes is None else self._codes
+        return status
 
     @property
     def sends(self) -> bool:
@@ -108,16 +135,17 @@ class Incoming:
         if self._granted is None:
             self._first += self._line.some(until)
             self._open()
-        elif self._at < len(self._held):
+        elif self._windows:
+            window = self._windows[0]
             if self._views is None:
-                self._views = self._window()
+                self._views = self._targets(window)
                 if self._first:
                     self._first = pour(self._first, self._views)
             self._line.fill(self._views, until)
             self._views = None
-            self._use()
+            self._use(window)
         elif self._answer is None:
-            self._receipt(until)
+            self._end(until)
         else:
             assert self._views is not None
             self._line.fill(self._views, until)
@@ -132,75 +160,76 @@ class Incoming:
             return
         self._granted, self._first = decode_granted(rest[:size], len(self._offsets)), rest[size:]
         self.answered = True
-        self.status[~self._granted.held] = ReadStatus.MISS.value
-        self._held = np.flatnonzero(self._granted.held).tolist()
+        held = np.flatnonzero(self._granted.held)
+        self._held, offsets = held.tolist(), self._offsets[held]
+        if self._size > WINDOW_BYTES:
+            self._windows.extend(Window([page], None) for page in self._held)
+            return
+        count = WINDOW_BYTES // self._size
+        apart = np.cumsum(np.diff(offsets, prepend=offsets[:1]) != self._size).tolist()  # grows where a page is not beside the one before
+        for start in range(0, len(held), count):
+            pages, first = self._held[start : start + count], int(offsets[start])
+            side_by_side = first >= 0 and apart[start + len(pages) - 1] == apart[start]
+            self._windows.append(Window(pages, self._data[first : first + self._size * len(pages)] if side_by_side else None))
 
-    def _window(self) -> deque[memoryview]:
+    def _targets(self, window: Window) -> deque[memoryview]:
         """Where the next bytes go: those of a page in parts, or of some pages. Side by side they are one."""
         if self._size > WINDOW_BYTES:
-            page, low = self._held[self._at], self._part
-            self._now, self._block = [page], None
-            return deque([self._place(page)[low : low + WINDOW_BYTES].data])
-        self._now = self._held[self._at : self._at + WINDOW_BYTES // self._size]
-        first = int(self._offsets[self._now[0]])
-        if first >= 0 and (self._offsets[self._now] == first + self._size * np.arange(len(self._now))).all():
-            self._block = self._data[first : first + self._size * len(self._now)]
-            return deque([self._block.data])
-        self._block = None
-        return deque(self._place(page).data for page in self._now)
+            return deque([self._place(window.pages[0])[self._part : self._part + WINDOW_BYTES].data])
+        return deque([window.block.data] if window.block is not None else [self._place(page).data for page in window.pages])
 
     def _place(self, page: int) -> U8:
         """Where the bytes of a page are received."""
         offset = int(self._offsets[page])
         return self._rows.array(page) if offset < 0 else self._data[offset : offset + self._size]
 
-    def _use(self) -> None:
+    def _use(self, window: Window) -> None:
         """Sum what came, and copy it on."""
         if self._size > WINDOW_BYTES:
-            page, low = self._now[0], self._part
-            part = self._place(page)[low : low + WINDOW_BYTES]
-            self._digest.update(part.data)
-            if self._offsets[page] >= 0:
-                np.copyto(self._rows.array(page)[low : low + WINDOW_BYTES], part)
-            self._part += len(part)
-            if self._part == self._size:
-                self._summed(page, self._digest.intdigest())
-                self._part = 0
-                self._digest.reset()
+            self._use_part(window.pages[0])
             return
-        digest, size, block, now = xxhash.xxh3_64_intdigest, self._size, self._block, self._now
-        if block is not None and now[-1] - now[0] == len(now) - 1 and (target := self._rows.block(now[0], now[-1] + 1)) is not None:
+        self._windows.popleft()
+        digest, size, pages, block = xxhash.xxh3_64_intdigest, self._size, window.pages, window.block
+        if (
+            block is not None
+            and pages[-1] - pages[0] == len(pages) - 1
+            and (target := self._rows.block(pages[0], pages[-1] + 1)) is not None
+        ):
             np.copyto(target, block)  # one call for all: one a page would take a third as long again
             view = block.data
-            for at, page in enumerate(now):
-                self._summed(page, digest(view[at * size : (at + 1) * size]))
+            self._made += [digest(view[at : at + size]) or 1 for at in range(0, len(view), size)]
             return
-        for page in now:
+        for page in pages:
             place = self._place(page)
-            self._summed(page, digest(place.data))
+            self._made.append(digest(place.data) or 1)
             if self._offsets[page] >= 0:
                 np.copyto(self._rows.array(page), place)
 
-    def _summed(self, page: int, made: int) -> None:
-        assert self._granted is not None
-        self.sums[page] = made = made or 1
-        if int(self._granted.sums[self._at]) == made:
-            self.status[page] = ReadStatus.HIT.value
-        self._at += 1
+    def _use_part(self, page: int) -> None:
+        low = self._part
+        part = self._place(page)[low : low + WINDOW_BYTES]
+        self._digest.update(part.data)
+        if self._offsets[page] >= 0:
+            np.copyto(self._rows.array(page)[low : low + WINDOW_BYTES], part)
+        self._part += len(part)
+        if self._part == self._size:
+            self._windows.popleft()
+            self._made.append(self._digest.intdigest() or 1)
+            self._part = 0
+            self._digest.reset()
 
-    def _receipt(self, until: float) -> None:
+    def _end(self, until: float) -> None:
         assert self._granted is not None
-        self._line.send(RECEIPT, until)
-        if (self.status[self._held] == ReadStatus.HIT.value).all():
+        if np.array_equal(self._granted.sums, np.array(self._made, np.uint64)):
             # These are the bytes that the peer has under these keys, whatever became of them there since: its answer can add nothing.
-            self.owed, self.over = len(self._held), True
+            self.owed, self.over, self.receipt = len(self._held), True, True
         else:
+            self._line.send(RECEIPT, until)
             self._answer = bytearray(len(self._held))
             self._views = deque([memoryview(self._answer)])
 
     def _whole(self, same: bytearray) -> None:
         """The peer's answer to the receipt."""
         assert self._granted is not None
-        held = np.array(self._held, np.int64)
-        self.status[held] = self._granted.codes(np.frombuffer(same, np.uint8) != 0, self.sums[held])
+        self._codes = self._granted.codes(np.frombuffer(same, np.uint8) != 0, np.array(self._made, np.uint64))
         self.owed, self.over = 0, True
