@@ -222,7 +222,7 @@ def test_a_client_that_is_killed_leaves_nothing(nodes: tuple[Node, Node], held: 
 
 def test_a_client_that_is_stopped_keeps_its_memory_and_nothing_else(nodes: tuple[Node, Node], held: HeldCable, master: Signpost) -> None:
     a, b = nodes
-    with Child(read_in_child, b.pool.socket, b.tenant, SHORT) as child:
+    with Child(read_in_child, b.pool.socket, b.tenant, PATIENCE) as child:
         assert child.hear() == "ready"
         assert held.held.wait(PATIENCE)
         child.signal(signal.SIGSTOP)

@@ -362,6 +362,21 @@ def test_a_source_that_was_stopped_for_longer_than_its_lease_refuses(server: Poo
     reader.connection.close()
 
 
+def test_a_pool_stops_while_it_sends_to_a_reader_that_does_not_read() -> None:
+    with PoolProcess(dram="32MiB") as server, umbp.connect(server.socket) as pool:
+        space = open_namespace(pool, SIZE)
+        store(space, *range(64))  # more than the kernel's buffers take
+        readers = [ByHand(server, space, keys_of(*range(64)), 20.0, comes_from) for comes_from in ("127.0.0.1", "127.0.0.2")]
+        assert [reader.held for reader in readers] == [64, 64]
+        with within(15.0):  # not when their time is over
+            server.stop()
+        for reader in readers:
+            with pytest.raises(ConnectionResetError):
+                reader.exactly(64 * SIZE)
+            reader.connection.close()
+        assert "Traceback" not in server.log(), server.log()
+
+
 async def test_a_frozen_peer_is_bounded_by_the_deadline(transport: HttpTransport, server: PoolProcess, space: Any) -> None:
     store(space, 1)
     peer = peer_of(server)
