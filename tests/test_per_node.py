@@ -51,7 +51,8 @@ PATIENT = ("--heartbeat", "0.2s", "--suspect-after", "60s", "--dead-after", "120
 @pytest.fixture
 def pools() -> Iterator[tuple[PoolProcess, PoolProcess]]:
     master = MasterProcess("--replication", "numa", "--advice-bandwidth", "4GiB", timing=PATIENT)
-    with master, master.pool() as here, master.pool() as there:
+    near = ("--neighbours", "read")
+    with master, master.pool(*near) as here, master.pool(*near) as there:
         master.synced(here, there)
         yield here, there
 
@@ -70,6 +71,12 @@ def test_a_page_has_a_copy_in_each_pool_of_the_machine_and_is_found_by_either(po
         out[:] = 0
         assert here.get(keys, out, deadline=30.0).all(ReadStatus.HIT)
         assert np.array_equal(out, pages)
+
+        def copied() -> bool:
+            assert here.get(keys, out, deadline=30.0).all(ReadStatus.HIT)
+            return bool(here.lookup(keys).all())
+
+        eventually(copied, "what is in use has a copy on either side again")
 
 
 # -- the near one --------------------------------------------------------------------------------------------------------------------------

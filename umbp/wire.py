@@ -1,9 +1,9 @@
 """The session's messages, each a frame (`umbp.frames`), and with `umbp.answers` what is answered.
 
 A client opens a session on the pool's Unix socket as an HTTP upgrade (`UPGRADE_REQUEST`), then sends one request and reads one reply at
-a time; `Note`, `Near`, `ReadNear`, `UseSpare`, `Taken` and `EndFetch` alone have no reply. Which arrays a message carries stands in its
-docstring; n is a number of keys, m of reserved objects. Keys a call and text lengths are bounded; whatever does not fit its message exactly
-closes that connection and no other.
+a time; `Note`, `Near`, `ReadNear`, `UsedNear`, `UseSpare`, `Taken` and `EndFetch` alone have no reply. Which arrays a message carries
+stands in its docstring; n is a number of keys, m of reserved objects. Keys a call and text lengths are bounded; whatever does not fit its
+message exactly closes that connection and no other.
 """
 
 from __future__ import annotations
@@ -369,6 +369,14 @@ class ReadNear(Message, frozen=True, tag="read_near"):
     reads: Annotated[list[tuple[Text, Number, Number]], msgspec.Meta(max_length=64)]
 
 
+class UsedNear(Message, frozen=True, tag="used_near"):
+    """Pages of one namespace that were read there: other nodes are to know that they are in use. No reply. Arrays: keys u8[n, 32]."""
+
+    row: Row
+    number: Number
+    n: Batch
+
+
 class GetStatus(Message, frozen=True, tag="status"):
     """What ``/v1/status`` says."""
 
@@ -381,7 +389,7 @@ _OfSessions: TypeAlias = Hello | Near | OpenNamespace | LetGo | GetStatus | Bye
 _OfPages: TypeAlias = Reserve | Commit | UseSpare | TakeLease | Renew | Release | Remove | Flush | Note | Corrupt | MakeSums | Pin | Unpin
 _OfGroups: TypeAlias = TakeScratch | GiveScratch | OpenGroup | Join | Leave
 _OfFetches: TypeAlias = Fetch | GetFetched | Taken | EndFetch | Locate | Prefetch | GetPrefetched
-_ByClients: TypeAlias = ReadFiles | EndFiles | Receive | EndErrand | GetNeighbours | ReadNear
+_ByClients: TypeAlias = ReadFiles | EndFiles | Receive | EndErrand | GetNeighbours | ReadNear | UsedNear
 Request: TypeAlias = _OfSessions | _OfPages | _OfGroups | _OfFetches | _ByClients
 
 _ForPages: TypeAlias = Reserved | Statuses | Committed | Leased | Numbers | Sums | Fetched | Errand | Prefetched

@@ -91,11 +91,14 @@ def reader(pools: tuple[PoolProcess, PoolProcess], request: pytest.FixtureReques
 # -- good days -----------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_neighbour_has_is_read_there_without_a_call_and_stays_there(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_neighbour_has_is_read_there_without_a_call_and_stays_there(
+    reader: Reader, master: MasterProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f'umbp_neighbour_pages_total{{neighbour="{reader.there.name}"}}'
     before, hits = metrics(reader.here).get(name, 0.0), metric(reader.there, "umbp_hits_total")
     reader.store(*range(1, 41))
     reader.client.flush_notes()
+    asked = metric(master, "umbp_master_asked_pages_total")
     calls: list[wire.Message] = []
     call = reader.client.call
     monkeypatch.setattr(reader.client, "call", lambda step: (calls.append(step.message), call(step))[1])
@@ -107,6 +110,7 @@ def test_what_a_neighbour_has_is_read_there_without_a_call_and_stays_there(reade
     assert reader.space.prefix(keys_of(*range(1, 42)), tier=Tier.NEIGHBOUR) == 40
     assert reader.space.locate(keys_of(1, 40, 41)).tolist() == [Tier.NEIGHBOUR, Tier.NEIGHBOUR, 255]
     eventually(lambda: metrics(reader.here).get(name, 0.0) == before + 40, "the pool knows of it")
+    eventually(lambda: metric(master, "umbp_master_asked_pages_total") == asked + 40, "and their master, whose policies go by it")
     (said,) = (each for each in reader.client.status()["neighbours"] if each["name"] == reader.there.name)
     assert said == {"name": reader.there.name, "there": True, "pages": before + 40, "bytes": (before + 40) * SIZE}
     eventually(lambda: metric(reader.there, "umbp_hits_total") == hits + 40, "so does the neighbour, as with its own clients")

@@ -345,8 +345,8 @@ class Link:
 
     def take_notes(self) -> Iterator[Send]:
         """All notes, and what was read of neighbours, as few messages; what is not sent is lost."""
-        if self.neighbours is not None and (reads := self.neighbours.take_reads()):
-            yield Send(wire.ReadNear(reads))
+        if self.neighbours is not None:
+            yield from self.neighbours.take_reads()
         yield from self.notes.take()
 
     def riding(self) -> bytes:

@@ -21,9 +21,10 @@ boot, and other versions. The session keeps no state there: no lease, no memory,
 shared memory by its digest, so that nothing is opened, and no copies are made, in a pool that its own clients use for other things.
 
 A page that was read in place stays where it is, whatever ``--fetch`` says, which is about pages that the own pool brings: memory of the
-other socket costs less than a second copy's room, the replication policy `numa` makes copies of what is hot, and `prefetch` of what the
+other socket costs less than a second copy's room, the replication policy `numa` makes copies of what is in use, and `prefetch` of what the
 caller knows to be. That it was used is noted with the neighbour, as with the own pool, so that it is not the next to go. The own pool is
-told how much was read where. ``--neighbours off`` of a pool: its clients read nobody's memory, and it is not read.
+told how much was read where, and some of the keys, for its master, whose policies go by what is in use: a sample, and nobody waits for it.
+``--neighbours off`` of a pool: its clients read nobody's memory, and it is not read.
 
 Checksums are compared as ``verify`` says, with those in the index; a page that has none yet is left to the other ways rather than waited
 for. One that does not match is reported by the thread.
@@ -39,7 +40,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -52,7 +53,7 @@ from umbp.client.link import Link, Look
 from umbp.client.notes import NOTE_SECONDS
 from umbp.client.opened import Opened
 from umbp.client.operations import Operations
-from umbp.client.steps import Call, Operation, Work, run
+from umbp.client.steps import Call, Operation, Send, Work, run
 from umbp.client.waker import Waker
 from umbp.errors import UmbpError, Unavailable
 from umbp.store.checksums import checksum
@@ -64,6 +65,7 @@ NEIGHBOURS_MAX = 8
 ASK_SECONDS = 1.0  # between two questions who they are
 RETRY_SECONDS = (0.5, 60.0)  # between attempts to reach one: first, longest
 SEND_SECONDS_MAX = 1.0  # one that does not read for so long is frozen: it is read on, but told no more
+USED_MAX, USED_KEYS_MAX = 4, 256  # namespaces, and keys of each, of which the pool is told at a time: they may ride behind a request
 CORRUPT_MAX = 16  # reports that wait
 DIGEST = slice(8, 12)  # words of a row of the table of namespaces
 
@@ -83,7 +85,7 @@ def read(operations: Operations, keys: U8, rows: Rows, codes: U8, missing: I64, 
             which = which[(yield from there.right(look, which, part, sampled=verify == "sampled"))]
         came = missing[which]
         codes[came] = ReadStatus.HIT.value
-        near.has_read(there, keys[came])
+        near.has_read(operations, there, keys[came])
         missing = np.setdiff1d(missing, came)
         if not len(missing):
             return missing
@@ -100,6 +102,7 @@ class Neighbours:
         self._lock = threading.Lock()
         self._all: tuple[Neighbour, ...] = ()
         self._reads: dict[str, tuple[int, int]] = {}  # pages and bytes, that the pool has not been told of
+        self._used: dict[int, tuple[Operations, U8]] = {}  # by row, the last pages that were read
         self.missed = False  # something, since the pool has said who they are
         self._asks = self._closed = False
         self._asked = float("-inf")
@@ -150,7 +153,7 @@ class Neighbours:
         self.missed |= not held.all()
         return held
 
-    def has_read(self, there: There, keys: U8) -> None:
+    def has_read(self, operations: Operations, there: There, keys: U8) -> None:
         """These pages were read there."""
         if not len(keys):
             return
@@ -160,13 +163,23 @@ class Neighbours:
             pages, size_bytes = self._reads.get(name, (0, 0))
             if name in self._reads or len(self._reads) < NEIGHBOURS_MAX:
                 self._reads[name] = pages + len(keys), size_bytes + len(keys) * size
+            self._used[operations.opened.row] = operations, keys[:USED_KEYS_MAX]
+            while len(self._used) > USED_MAX:
+                del self._used[next(iter(self._used))]
         there.neighbour.note(there.operations.opened.row, keys)
 
-    def take_reads(self) -> list[tuple[str, int, int]]:
-        """What was read since this was asked last: name, pages, bytes."""
+    def take_reads(self) -> Iterator[Send]:
+        """What was read since this was asked last, for the own pool: how much, and of each namespace the last pages."""
+        if not self._reads:
+            return
         with self._lock:
             reads, self._reads = self._reads, {}
-        return [(name, pages, size_bytes) for name, (pages, size_bytes) in reads.items()]
+            used, self._used = self._used, {}
+        yield Send(wire.ReadNear([(name, pages, size_bytes) for name, (pages, size_bytes) in reads.items()]))
+        for row, (operations, keys) in used.items():
+            bond = operations.link.bond_or_none()
+            if bond is not None and (number := operations.link.number_of(bond, operations.opened)):
+                yield Send(wire.UsedNear(row, number, len(keys)), (keys,), bond)
 
     def close(self) -> None:
         """All sessions end; the threads do it."""
@@ -178,7 +191,7 @@ class Neighbours:
         self._lock = threading.Lock()
         for each in self._all:
             each.forked()
-        self._all, self._reads = (), {}
+        self._all, self._reads, self._used = (), {}, {}
         self._living.clear()
         self._changed()
 

@@ -321,12 +321,13 @@ class Master:
         page_tokens: int = 64,
         count: bool = True,
         again: bool = False,
+        moves: bool = True,
         exclude: frozenset[str] = frozenset(),
         policy: str = "",
     ) -> Plan:
         """Who serves these keys, root first, to this node. ``policy`` asks another one what it would choose, without any effect.
 
-        ``count``: a load follows; ``again``: the use was counted with the question before.
+        ``count``: a load follows; ``again``: the use was counted with the question before; ``moves``: pages will be on their way.
         """
         asked = self._columns(now, digest, words, requester, exclude)
         if asked is None:
@@ -338,7 +339,8 @@ class Master:
         if count and not policy:
             if not again:
                 self._count_use(now, digest, words, np.where(columns.held.any(1), rows, -1), requester, float(draws[0]))
-            self.planner.occupy(now, plan, requester, page_bytes)
+            if moves:
+                self.planner.occupy(now, plan, requester, page_bytes)
             self.counts.routes += 1
             self.counts.asked_pages += len(words)
             self.counts.routed_pages += plan.pages

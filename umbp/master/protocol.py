@@ -266,11 +266,11 @@ class Verdicts(Message, frozen=True, tag="verdicts"):
 # -- questions ---------------------------------------------------------------------------------------------------------------------
 
 
-class RouteRequest(Message, frozen=True, tag="route"):
+class RouteRequest(Message, frozen=True, tag="route", omit_defaults=True):
     """Who serves these keys to ``requester``? ``prefill``: tokens a second that it computes, 0 where not known; ``page_tokens`` with it.
 
     ``count`` is False for a question that no load follows, ``again`` True where the question before has counted the use.
-    ``exclude``: nodes not to name. Arrays: keys u8[n, 32], root first.
+    ``moves`` is False where the use counts and nothing is to be moved. ``exclude``: nodes not to name. Arrays: keys u8[n, 32], root first.
     """
 
     namespace: Digest
@@ -280,6 +280,7 @@ class RouteRequest(Message, frozen=True, tag="route"):
     page_tokens: Annotated[int, Meta(ge=1, le=1 << 20)] = 64
     count: bool = True
     again: bool = False
+    moves: bool = True
     exclude: Annotated[list[Name], Meta(max_length=64)] = []  # noqa: RUF012
 
 

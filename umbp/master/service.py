@@ -303,7 +303,7 @@ class MasterService:
         header, blob = decode(frame, _ROUTE)
         keys = blob.keys(header.n)
         blob.end()
-        if header.n == 1 and header.count and not header.again and not header.prefill and not header.exclude:
+        if header.n == 1 and header.count and not header.again and header.moves and not header.prefill and not header.exclude:
             single = route_one(self.core, self.now(), bytes.fromhex(header.namespace), key_words(keys), header.requester, self.draws(1))
             if single is not None:
                 return say.encode_plan(single)
@@ -317,6 +317,7 @@ class MasterService:
             page_tokens=header.page_tokens,
             count=header.count,
             again=header.again,
+            moves=header.moves,
             exclude=frozenset(header.exclude),
         )
         return say.encode_plan(plan)

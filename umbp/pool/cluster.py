@@ -107,6 +107,7 @@ class ClusterSide:
             return []
         guide = PortGuide(self.reporter.name, lambda: self.reporter.port)
         peers = Peers(self.reporter.name, guide, transports)
+        self.neighbours.guide = guide
         self.reporter.measure = peers.take_measured
         return [peers]
 
@@ -137,6 +138,7 @@ class ClusterSide:
 
     async def close(self) -> None:
         """Leave the cluster."""
+        await self.neighbours.close()
         await self.reporter.close()
         await self._prober.close()
 

@@ -32,6 +32,11 @@ class PortGuide:
         request = RouteRequest(namespace=namespace, requester=self.node, n=len(keys), count=count, again=again, exclude=exclude[:64])
         return await self._port().plan(request, keys, _left(deadline))
 
+    async def used(self, namespace: str, keys: U8, deadline: float) -> None:
+        """These keys, (n, 32), were asked for, and read where they lie: nothing of them is on its way."""
+        request = RouteRequest(namespace=namespace, requester=self.node, n=len(keys), moves=False)
+        await self._port().plan(request, keys, _left(deadline))
+
     async def held(self, namespace: str, keys: U8, deadline: float) -> Mask:
         """See `umbp.pool.peers.Guide`."""
         _, tiers = await self._port().locate(bytes.fromhex(namespace), keys, _left(deadline))

@@ -413,6 +413,14 @@ class Session(asyncio.Protocol):
         self.server.neighbours.read(message.reads)
         return b""
 
+    def used_near(self, message: wire.UsedNear, blob: wire.Blob, now: float) -> bytes:
+        keys = blob.keys(message.n)
+        blob.end()
+        state = self.server.pool.namespaces.get(message.row)
+        if state is not None and state.account.number == message.number:
+            self.server.neighbours.used(state.digest.hex(), keys)
+        return b""
+
     def status(self, message: wire.GetStatus, blob: wire.Blob, now: float) -> bytes:
         blob.end()
         text = np.frombuffer(msgspec.json.encode(self.server.status_document()), np.uint8)
@@ -468,6 +476,7 @@ HANDLERS: dict[type[Any], Callable[[Session, Any, wire.Blob, float], bytes]] = {
     wire.GetPrefetched: session_fetches.get_prefetched,
     wire.GetNeighbours: Session.get_neighbours,
     wire.ReadNear: Session.read_near,
+    wire.UsedNear: Session.used_near,
     wire.GetStatus: Session.status,
     wire.Bye: Session.bye,
 }
