@@ -9,8 +9,9 @@ in each node's memory, every read is a near one; that costs half of the capacity
                       again when it is asked for and one of the copies has gone (`umbp.core.advisor`)
 
 so all that holds for pools and masters holds here. A put is one copy and answered at once; the second is there some tenths of a second
-later. Until then, or if a pool has let its copy go, a reader's own pool brings the page from the other, and keeps it: a page is found by
-either pool as long as one has it. A pool knows namespaces that one of its clients has opened, and takes copies of no others.
+later. Until then, or if a pool has let its copy go, a get reads the page in the other's memory (`umbp.client.neighbours`), and a load
+has the own pool bring it, which keeps it: a page is found by either pool as long as one has it. A pool knows namespaces that one of its
+clients has opened, and takes copies of no others.
 
 Clients say ``numa`` (or ``numa:NAME``) for the pool's address, or in UMBP_POOL, and get the pool of the node that all their CPUs are of;
 ``numa@1`` names the node, for a process that may run anywhere but whose GPU is there (`umbp.client.address`).
