@@ -463,8 +463,8 @@ def measure(arguments: argparse.Namespace, master: MasterProcess, pools: Pools, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keys", type=int, default=10_000_000)
-    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--keys", type=harness.at_least(100_000), default=10_000_000)
+    parser.add_argument("--nodes", type=harness.at_least(1), default=64)
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--pools", help=argparse.SUPPRESS)
     parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)

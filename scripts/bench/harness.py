@@ -10,6 +10,7 @@ were asked for, to keep the quietest.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -156,6 +157,21 @@ def fill(space: umbp.Namespace, keys: np.ndarray, batch: int = 8192) -> None:
 
 
 # -- timings -----------------------------------------------------------------------------------------------------------------------
+
+
+def at_least(low: int) -> Callable[[str], int]:
+    """An option's type: a whole number from ``low`` on."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {low}")
+        return value
+
+    return number
 
 
 def timed(function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[float]:

@@ -67,9 +67,9 @@ def routed(master: Master, words: np.ndarray, seconds: float) -> np.ndarray:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=1000)
-    parser.add_argument("--keys", type=int, default=1_000_000_000)
-    parser.add_argument("--sample", type=int, default=2_000_000)
+    parser.add_argument("--nodes", type=harness.at_least(1), default=1000)
+    parser.add_argument("--keys", type=harness.at_least(1), default=1_000_000_000)
+    parser.add_argument("--sample", type=harness.at_least(50_000), default=2_000_000)
     parser.add_argument("--seconds", type=float, default=5.0)
     arguments = parser.parse_args()
     nodes, keys = arguments.nodes, arguments.keys

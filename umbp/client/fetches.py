@@ -59,6 +59,10 @@ class PrefetchStatus:
     there: Mask
     left: int
 
+    def __repr__(self) -> str:
+        some = f"{int(np.count_nonzero(self.there))} of {len(self.there)} pages are there, {self.left} on their way"
+        return f"<PrefetchStatus {self.request_id!r} {self.state.name.lower()}: {some}>"
+
     @property
     def over(self) -> bool:
         """Whether it is decided for every page."""
