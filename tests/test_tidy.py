@@ -22,7 +22,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"grammar", "blob"}),
     frozenset({"options", "frames"}),
     frozenset({"answers"}),
-    frozenset({"config", "machine", "process", "layout", "metrics", "wire", "policies", "kernels"}),
+    frozenset({"config", "machine", "process", "layout", "metrics", "waiting", "wire", "policies", "kernels"}),
     frozenset({"core", "store", "admin"}),
     frozenset({"transport"}),
     frozenset({"client", "sim", "master"}),

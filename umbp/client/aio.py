@@ -29,11 +29,12 @@ from umbp.client.notes import NOTE_SECONDS
 from umbp.client.opened import Opened
 from umbp.client.operations import Fill, Operations, open_or_raise
 from umbp.client.statistics import ClientStatistics
-from umbp.client.steps import CALL_SECONDS_MAX, Call, LeftBehind, Operation, Send, T, drive, ended
+from umbp.client.steps import CALL_SECONDS_MAX, Call, LeftBehind, Operation, Send, T, drive
 from umbp.client.sync import CLOSE_SECONDS_MAX, RETRY_SECONDS
 from umbp.errors import DeadlineExceeded, ProtocolError, UmbpError, Unavailable, from_wire
 from umbp.layout import Namespace as Identity
 from umbp.types import U8, Mask, Statuses, Tier
+from umbp.waiting import ended
 
 log = logging.getLogger("umbp.client")
 

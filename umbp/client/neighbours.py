@@ -53,11 +53,9 @@ from umbp.client.link import Link, Look
 from umbp.client.notes import NOTE_SECONDS
 from umbp.client.opened import Opened
 from umbp.client.operations import Operations
-from umbp.client.steps import Call, Operation, Send, Work, run
+from umbp.client.steps import Call, Operation, Send, run
 from umbp.client.waker import Waker
 from umbp.errors import UmbpError, Unavailable
-from umbp.store.checksums import checksum
-from umbp.store.index import W_SUM
 from umbp.types import I64, U8, U64, Mask, ReadStatus
 
 log = logging.getLogger("umbp.client.neighbours")
@@ -336,18 +334,13 @@ class There:
 
     def right(self, look: Look, which: I64, rows: Rows, *, sampled: bool) -> Operation[Mask]:
         """Which of these items of a probe, which were copied, match their checksums or need not be compared, (n,) bool."""
-        index, good = look.bond.index, np.ones(len(which), bool)
-        ids, versions = look.found.ids[which], look.found.versions[which]
-        sums: U64 = index.entries[ids, W_SUM].copy()
-        sums[index.versions_of(ids) != versions] = 0
+        ids, versions, good = look.found.ids[which], look.found.versions[which], np.ones(len(which), bool)
+        sums = look.bond.index.sums_of(ids, versions)
         good[sums == 0] = look.bond.checksum == "off"
         compared = np.flatnonzero(sums != 0)
         if sampled:
             compared = compared[self.operations.sample(len(compared))]
-        made = yield Work(
-            lambda: np.fromiter((checksum(rows.row(at)) for at in which[compared].tolist()), np.uint64, len(compared)),
-            len(compared) * self.operations.object_bytes,
-        )
+        made = yield from self.operations.summed(which[compared], rows.row)
         bad = compared[made != sums[compared]]
         if len(bad):
             good[bad] = False

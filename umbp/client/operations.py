@@ -222,15 +222,21 @@ class Operations:
             wanted = yield from self._sums(look.bond, ids, versions)
         except Unavailable:
             return none, which
-        made = yield Work(
-            lambda: np.fromiter((checksum(bytes_of(i)) for i in which.tolist()), np.uint64, len(which)), len(which) * self.object_bytes
-        )
+        made = yield from self.summed(which, bytes_of)
         bad = (wanted != 0) & (made != wanted)
         if bad.any():
             self.link.statistics.corrupt += int(np.count_nonzero(bad))
             with contextlib.suppress(Unavailable):
                 yield from self.link.late.ended(look.bond.call(wire.Corrupt(int(np.count_nonzero(bad))), ids[bad], versions[bad]))
         return which[bad], none
+
+    def summed(self, which: I64, bytes_of: Callable[[int], memoryview]) -> Operation[U64]:
+        """Checksums of the bytes of these items."""
+        work = Work(
+            lambda: np.fromiter(map(checksum, map(bytes_of, which.tolist())), np.uint64, len(which)), len(which) * self.object_bytes
+        )
+        made: U64 = yield work
+        return made
 
     def sample(self, count: int) -> Mask:
         """One in so many, others each time."""
@@ -240,8 +246,7 @@ class Operations:
 
     def _sums(self, bond: Bond, ids: I64, versions: U64) -> Operation[U64]:
         """Checksums of these objects; those that have none yet are asked for. 0: there is none (any more)."""
-        sums: U64 = bond.index.entries[ids, 6].copy()
-        sums[bond.index.versions_of(ids) != versions] = 0
+        sums = bond.index.sums_of(ids, versions)
         none = np.flatnonzero(sums == 0)
         if len(none) and bond.checksum != "off":
             _, blob = yield bond.call(wire.MakeSums(len(none)), ids[none], versions[none], late=forgotten)

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from umbp import wire
 from umbp.errors import DeadlineExceeded
 from umbp.store.bell import Bell
+from umbp.waiting import ended
 
 T = TypeVar("T")
 
@@ -156,17 +157,6 @@ async def drive(operation: Operation[T], caller: AsyncCaller, undo: Callable[[T]
                 result = await _step(step, caller)
         except BaseException as raised:  # noqa: BLE001 - as in `run`
             error = raised
-
-
-async def ended(future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
-    """Wait until it is done, whatever else comes; a cancellation of this task that came meanwhile."""
-    cancelled: asyncio.CancelledError | None = None
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError as error:
-            cancelled = cancelled or error
-    return cancelled
 
 
 async def _step(step: Send | Work | Pause | Listen, caller: AsyncCaller) -> Any:

@@ -210,6 +210,12 @@ class IndexReader:
         """Current versions of entries, (n,) uint64."""
         return self._flat.take(ids * ENTRY_WORDS + W_VERSION, mode="clip")
 
+    def sums_of(self, ids: I64, versions: U64) -> U64:
+        """Checksums of these versions, (n,) uint64; 0 for those that have none yet, and for what is another version by now."""
+        sums: U64 = self.entries[ids, W_SUM].copy()
+        sums[self.versions_of(ids) != versions] = 0
+        return sums
+
     def second_bucket(self, bucket: Any, tag: Any) -> Any:
         """The other bucket of slots with these tags (its own inverse): uint64 arrays."""
         return bucket ^ (((tag >> _SHIFT) * _SECOND >> _U(17) | _ONE) & self._mask)

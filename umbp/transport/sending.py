@@ -53,6 +53,7 @@ from umbp.grammar import Address, quoted
 from umbp.transport.base import FRAME_TYPE, GRANT_SECONDS_MAX, PAGES_PATH, RECEIPT, Grant, Granted, Order, Shelf, Window, decode_order
 from umbp.transport.line import take
 from umbp.types import U8
+from umbp.waiting import ended
 
 log = logging.getLogger("umbp.transport")
 CONNECTIONS_MAX = 256
@@ -411,12 +412,7 @@ def _set(ready: asyncio.Future[None]) -> None:
 
 async def _ended(work: asyncio.Future[None]) -> None:
     """Wait until it is over, however it ends. Who is cancelled meanwhile is when it is."""
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
+    cancelled = await ended(work)
     work.exception()
     if cancelled is not None:
         raise cancelled
